@@ -151,3 +151,289 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Runs the file's ``get_config()``, applies ``section.field=value`` overrides and validates the result.
+
+    Raises:
+        ConfigError: with one sentence on whatever is wrong.
+    """
+    config = _import_config(path)
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} has no value; write --config.{name}=VALUE")
+        set_field(config, name, value)
+    validate(config)
+    return config
+
+
+def _import_config(path: str) -> Config:
+    file = pathlib.Path(path)
+    if not file.is_file():
+        siblings = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        near = _nearest(path, siblings)
+        hint = f"; did you mean {near!r}?" if near else "; run from the folder that holds configs/"
+        raise ConfigError(f"config file {path!r} does not exist{hint}")
+    spec = importlib.util.spec_from_file_location("recml_sasrec_config", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"config file {path!r} is not a Python file; it must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except Exception as error:  # whatever a user's file raises is a fault of that file
+        raise ConfigError(f"config file {path!r} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"get_config() of {path!r} returned {type(config).__name__}; it must return Config")
+    return config
+
+
+def set_field(config: Config, name: str, value: str) -> None:
+    """Sets the field with a dotted name from its command-line text, in place.
+
+    Raises:
+        ConfigError: unknown field or a value of the wrong type.
+    """
+    *sections, leaf = name.split(".")
+    node: Any = config
+    for depth, section in enumerate((*sections, leaf)):
+        hints = typing.get_type_hints(type(node))
+        if section not in hints:
+            raise ConfigError(_unknown_field(config, name))
+        is_section = dataclasses.is_dataclass(hints[section])
+        if is_section == (depth == len(sections)):
+            kind = "a section, not a field" if is_section else "a field, not a section"
+            raise ConfigError(f"config.{name}: {section!r} is {kind}; {_unknown_field(config, name)}")
+        if is_section:
+            node = getattr(node, section)
+    setattr(node, leaf, _parse(name, value, hints[leaf]))
+
+
+def _unknown_field(config: Config, name: str) -> str:
+    names = list(field_names(config))
+    by_leaf = {n.rpartition(".")[2]: n for n in names}
+    near = _nearest(name, names) or by_leaf.get(_nearest(name.rpartition(".")[2], list(by_leaf)) or "")
+    hint = f"did you mean config.{near}?" if near else f"sections are {', '.join(_to_dict(config))}"
+    return f"config.{name} does not exist; {hint}"
+
+
+def field_names(node: Any, prefix: str = "") -> typing.Iterator[str]:
+    """Dotted names of all fields."""
+    for entry in dataclasses.fields(node):
+        value = getattr(node, entry.name)
+        if dataclasses.is_dataclass(value):
+            yield from field_names(value, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name
+
+
+def _nearest(word: str, words: Sequence[str]) -> str | None:
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    """The value of a field's type that a command-line text stands for."""
+    if hint is str or typing.get_origin(hint) is Literal:
+        return _checked(name, text, hint)
+    if hint is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() not in words:
+            raise ConfigError(f"config.{name}={text} is not a truth value; write true or false")
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"config.{name}={text} is not {_describe(hint)}") from None
+    return _checked(name, value, hint)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value, converted where nothing is lost, or a ConfigError."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        near = _nearest(str(value), [str(c) for c in choices])
+        hint_text = f"did you mean {near!r}?" if near else f"it must be one of {', '.join(map(repr, choices))}"
+        raise ConfigError(f"config.{name}={value} is unknown; {hint_text}")
+    if typing.get_origin(hint) is tuple:
+        values = value if isinstance(value, tuple | list) else (value,)
+        return tuple(_checked(name, v, typing.get_args(hint)[0]) for v in values)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int and is_number and value == value and abs(value) != float("inf") and int(value) == value:
+        return int(value)  # 1e3 is meant as 1000
+    if hint is float and is_number:
+        return float(value)
+    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
+        return value
+    raise ConfigError(f"config.{name}={value!r} is not {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    if isinstance(hint, types.GenericAlias):
+        return f"a tuple like ({_describe(typing.get_args(hint)[0])}, ...)"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
+
+
+def validate(config: Config) -> None:
+    """Checks types, ranges and fields that contradict each other.
+
+    Raises:
+        ConfigError: with the first fault.
+    """
+    _check_types(config)
+    _check_ranges(config)
+    _check_contradictions(config)
+
+
+def _check_types(node: Any, prefix: str = "") -> None:
+    for name, hint in typing.get_type_hints(type(node)).items():
+        value = getattr(node, name)
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):
+                raise ConfigError(f"config.{prefix}{name} must be a {hint.__name__}, not {value!r}")
+            _check_types(value, f"{prefix}{name}.")
+        else:
+            setattr(node, name, _checked(prefix + name, value, hint))
+
+
+AT_LEAST_ONE = (
+    "data.length data.targets data.synthetic.users data.synthetic.items data.synthetic.events_per_user model.width "
+    "model.blocks model.heads head.negatives train.steps train.batch_size train.accumulate train.log_every "
+    "checkpoint.every checkpoint.keep evaluation.batch_users"
+).split()
+AT_LEAST_ZERO = (
+    "data.horizon data.stride data.min_played_ratio split.test_start split.test_length split.validation_length split.gap "
+    "split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps optimizer.weight_decay "
+    "optimizer.clip_norm train.seed evaluation.every evaluation.patience"
+).split()
+POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
+UNIT_INTERVAL = "optimizer.final_fraction".split()
+BELOW_ONE = "model.dropout optimizer.b1 optimizer.b2".split()
+BEST_METRICS = ("ndcg", "hr", "recall", "recall_capped", "precision", "mrr", "map")
+
+
+def get_field(config: Config, name: str) -> Any:
+    """The value of the field with a dotted name."""
+    node: Any = config
+    for part in name.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _check_ranges(config: Config) -> None:
+    rules: tuple[tuple[Sequence[str], Any, str], ...] = (
+        (AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
+        (POSITIVE, lambda v: 0 < v < float("inf"), "above 0 and finite"),
+        (UNIT_INTERVAL, lambda v: 0 <= v <= 1, "between 0 and 1"),
+        (BELOW_ONE, lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    )
+    for names, holds, limit in rules:
+        for name in names:
+            if not holds(get_field(config, name)):
+                raise ConfigError(f"config.{name}={get_field(config, name)} must be {limit}")
+    if not config.evaluation.ks or min(config.evaluation.ks) < 1:
+        raise ConfigError(f"config.evaluation.ks={config.evaluation.ks} must hold list lengths of at least 1")
+
+
+def _check_contradictions(config: Config) -> None:
+    data, split, model, train, evaluation = config.data, config.split, config.model, config.train, config.evaluation
+    if model.width % model.heads:
+        raise ConfigError(
+            f"config.model.width={model.width} is not a multiple of config.model.heads={model.heads}; "
+            f"the nearest width is {max(1, round(model.width / model.heads)) * model.heads}"
+        )
+    if train.batch_size % train.accumulate:
+        raise ConfigError(
+            f"config.train.batch_size={train.batch_size} is not a multiple of "
+            f"config.train.accumulate={train.accumulate}; change one of them"
+        )
+    if data.stride > data.length:
+        raise ConfigError(
+            f"config.data.stride={data.stride} exceeds config.data.length={data.length}, which would skip events; "
+            f"set it to at most {data.length}"
+        )
+    if data.source in ("table", "lines") and not data.path:
+        raise ConfigError(f"config.data.source={data.source} needs config.data.path, the file to read")
+    if data.min_played_ratio and not (data.source == "synthetic" or data.yambda_event == "listens"):
+        raise ConfigError(
+            f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "
+            f"not {data.yambda_event}: other events have no played ratio"
+        )
+    has_time = data.source in ("synthetic", "yambda") or (data.source == "table" and data.time_column)
+    if split.kind == "temporal" and not has_time:
+        raise ConfigError(
+            "config.split.kind=temporal needs times, which this source has not; set config.split.kind=leave_last"
+        )
+    if data.horizon and not has_time:
+        raise ConfigError(f"config.data.horizon={data.horizon} needs times, which this source has not; set it to 0")
+    if split.kind == "temporal" and split.test_start <= 0:
+        raise ConfigError("config.split.kind=temporal needs config.split.test_start, a second of the source's clock")
+    if split.kind == "leave_last" and split.test_last < 1:
+        raise ConfigError("config.split.test_last=0 leaves nothing to test on; set it to at least 1")
+    has_validation = split.validation_length if split.kind == "temporal" else split.validation_last
+    if evaluation.every and not has_validation:
+        wanted = "validation_length" if split.kind == "temporal" else "validation_last"
+        raise ConfigError(
+            f"config.evaluation.every={evaluation.every} validates during training, but config.split.{wanted}=0 "
+            f"leaves no validation events; set one of them"
+        )
+    if evaluation.patience and not evaluation.every:
+        raise ConfigError(
+            f"config.evaluation.patience={evaluation.patience} stops on validations, but "
+            f"config.evaluation.every=0 makes none; set evaluation.every"
+        )
+    metric, _, k = evaluation.best_metric.partition("@")
+    if metric not in BEST_METRICS or not k.isdecimal() or int(k) not in evaluation.ks:
+        near = _nearest(evaluation.best_metric, [f"{m}@{k}" for m in BEST_METRICS for k in evaluation.ks])
+        raise ConfigError(
+            f"config.evaluation.best_metric={evaluation.best_metric} is not computed; did you mean {near or 'ndcg@%d' % evaluation.ks[0]!r}?"
+        )
+
+
+def _to_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Config) -> str:
+    """The config as indented JSON, every field spelled out."""
+    return json.dumps(_to_dict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The inverse of ``to_json``; fields that the text lacks take their defaults.
+
+    Raises:
+        ConfigError: the text is not a config.
+    """
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the saved config is not JSON ({error}); delete the run's folder and train again") from None
+    config = Config()
+    _fill(config, config, tree, "")
+    validate(config)
+    return config
+
+
+def _fill(config: Config, node: Any, tree: dict[str, Any], prefix: str) -> None:
+    hints = typing.get_type_hints(type(node))
+    for name, value in tree.items():
+        if name not in hints:
+            raise ConfigError(_unknown_field(config, prefix + name))
+        if dataclasses.is_dataclass(hints[name]):
+            _fill(config, getattr(node, name), value, f"{prefix}{name}.")
+        else:
+            setattr(node, name, _checked(prefix + name, value, hints[name]))
+
+
+def first_difference(saved: Config, wanted: Config, but: Sequence[str] = ()) -> str | None:
+    """Dotted name of the first field in which two configs differ, leaving out names that start with one of ``but``."""
+    for name in field_names(wanted):
+        if not name.startswith(tuple(but)) and get_field(saved, name) != get_field(wanted, name):
+            return name
+    return None

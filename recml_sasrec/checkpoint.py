@@ -1,0 +1,159 @@
+"""Checkpoints: Orbax v1, asynchronous, the newest n and the best by a validation metric.
+
+A checkpoint holds params and optimizer state apart (evaluation restores params only) and, as JSON, what a resumed run must
+know: config, vocabulary and the progress of early stopping.
+"""
+
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from recml_sasrec.step import Params, TrainState
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step of a save at INFO
+
+Info = dict[str, Any]
+
+
+class CheckpointError(OSError):
+    """A checkpoint that could not be written or read; the message is one sentence for the user."""
+
+
+class Checkpoints:
+    """The checkpoints of a run's folder; a context that waits for the last save when left.
+
+    Args:
+        workdir: the run's folder; checkpoints lie in its ``checkpoints/``.
+        keep: how many of the newest to keep; the best one is kept besides.
+        best_metric: the key of the metrics given to ``save`` that decides which is best (higher is better).
+    """
+
+    def __init__(self, workdir: pathlib.Path, keep: int, best_metric: str):
+        policies = ocp.training.preservation_policies
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics[best_metric], n=1, keep_checkpoints_without_metrics=False
+        )
+        self.best_metric = best_metric
+        self.directory = (workdir / "checkpoints").absolute()
+        try:
+            self._checkpointer = ocp.training.Checkpointer(
+                self.directory,
+                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+                cleanup_tmp_directories=True,
+            )
+        except OSError as error:
+            raise CheckpointError(f"cannot use {self.directory} for checkpoints: {error}") from error
+        self._pending: Any = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    @property
+    def latest(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best validation metric (the earliest of equals), the latest where none was validated."""
+        scored = [
+            (-checkpoint.metrics[self.best_metric], checkpoint.step)
+            for checkpoint in self._checkpointer.checkpoints
+            if checkpoint.metrics and self.best_metric in checkpoint.metrics
+        ]
+        return min(scored)[1] if scored else self.latest
+
+    def save(self, step: int, state: TrainState, info: Info, metrics: dict[str, float] | None = None) -> None:
+        """Starts writing a checkpoint; returns once the arrays are copied, with the former save complete.
+
+        Raises:
+            CheckpointError: the former or this save failed, for example on a full disk; complete checkpoints survive.
+        """
+        self.wait()
+        items = {
+            "params": state.params,
+            "opt_state": state.opt_state,
+            "progress": {"step": state.step, "metrics": state.metrics, "bad_step": state.bad_step},
+        }
+        try:
+            self._pending = self._checkpointer.save_checkpointables_async(
+                step, items, metrics=metrics, custom_metadata={"run": json.dumps(info)}
+            )
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._pending_step = step
+
+    def wait(self) -> None:
+        """Returns when the last save is complete.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except Exception as error:
+                raise self._failure(self._pending_step, error) from error
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        last = self._last_complete(step)
+        survives = f"the checkpoint of step {last} is intact" if last is not None else "no earlier one exists"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.directory} ({reason}); {survives}; "
+            "free some space and run the same command again"
+        )
+
+    def _last_complete(self, failed: int) -> int | None:
+        """The newest step that is complete on disk; the checkpointer itself lists a step from its first byte on."""
+        done = [int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and int(p.name) != failed]
+        return max(done, default=None)
+
+    def info(self, step: int) -> Info:
+        """What ``save`` was given as ``info``."""
+        metadata = self._checkpointer.checkpointables_metadata(step)
+        return json.loads(metadata.custom_metadata["run"])
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state of a step, with the shapes, dtypes and shardings of ``like`` (arrays or ShapeDtypeStructs)."""
+        items = {
+            "params": like.params,
+            "opt_state": like.opt_state,
+            "progress": {"step": like.step, "metrics": like.metrics, "bad_step": like.bad_step},
+        }
+        loaded = self._load(step, items)
+        progress = loaded["progress"]
+        return TrainState(
+            progress["step"], loaded["params"], loaded["opt_state"], progress["metrics"], progress["bad_step"]
+        )
+
+    def restore_params(self, step: int, like: Params) -> Params:
+        """The params alone."""
+        return self._load(step, {"params": like})["params"]
+
+    def _load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        try:
+            return self._checkpointer.load_checkpointables(step, abstract)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.directory} cannot be read ({reason}); delete the folder "
+                f"{self.directory / str(step)} to go on from an earlier one"
+            ) from error

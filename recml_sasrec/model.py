@@ -1,0 +1,131 @@
+"""SASRec (Kang & McAuley, arXiv 1808.09781) in Flax NNX, over packed rows.
+
+Rows may hold several histories: attention is causal and stays inside a segment, and positions restart with each, so that
+a position's output depends on nothing but its own history.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from recml_sasrec.config import ModelConfig
+
+INIT_STDDEV = 0.02  # of every weight, as in BERT and the SASRec implementations after it
+
+
+class Block(nnx.Module):
+    """Causal self-attention and an MLP, each with a residual connection and a layer norm before or after it."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        dtype = jnp.dtype(config.dtype)
+        width, mlp_width = config.width, config.mlp_width or 4 * config.width
+
+        def linear(features_in: int, features_out: int) -> nnx.Linear:
+            init = nnx.initializers.normal(INIT_STDDEV)
+            return nnx.Linear(features_in, features_out, kernel_init=init, dtype=dtype, rngs=rngs)
+
+        self.qkv = linear(width, 3 * width)
+        self.attention_out = linear(width, width)
+        self.mlp_in = linear(width, mlp_width)
+        self.mlp_out = linear(mlp_width, width)
+        self.attention_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        sublayers = ((self.attention_norm, self._attention, keys[0]), (self.mlp_norm, self._mlp, keys[1]))
+        for norm, sublayer, key in sublayers:
+            if self.config.norm == "pre":
+                x_BND = x_BND + dropout(sublayer(norm(x_BND), mask_B1NN), self.config.dropout, key)
+            else:
+                x_BND = norm(x_BND + dropout(sublayer(x_BND, mask_B1NN), self.config.dropout, key))
+        return x_BND
+
+    def _attention(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
+        B, N, D = x_BND.shape
+        qkv = self.qkv(x_BND).reshape(B, N, 3, self.config.heads, D // self.config.heads)
+        q_BNHd, k_BNHd, v_BNHd = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        mixed = jax.nn.dot_product_attention(q_BNHd, k_BNHd, v_BNHd, mask=mask_B1NN)
+        return self.attention_out(mixed.reshape(B, N, D))
+
+    def _mlp(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
+        del mask_B1NN  # the MLP acts on each position alone
+        activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.config.activation]
+        return self.mlp_out(activation(self.mlp_in(x_BND)))
+
+
+class SASRec(nnx.Module):
+    """A batch's histories to hidden states; item scores are ``hidden @ item_table.T + item_bias``.
+
+    Args:
+        num_items: V.
+        length: N, the most positions a row can have.
+        config: width, blocks, heads and variants.
+        mean_positives: mean number of targets of a training position; the item bias starts at its prior log-odds.
+        rngs: of the initialisation.
+    """
+
+    def __init__(self, num_items: int, length: int, config: ModelConfig, mean_positives: float, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(INIT_STDDEV)
+        dtype = jnp.dtype(config.dtype)
+        self.item_table = nnx.Param(init(rngs.params(), (num_items, config.width), jnp.float32))
+        self.position_table = nnx.Param(init(rngs.params(), (length, config.width), jnp.float32))
+        if config.item_bias:
+            self.item_bias = nnx.Param(jnp.full((num_items,), prior_log_odds(mean_positives, num_items)))
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.blocks)])
+        # pre-norm blocks leave their sum unnormalised; post-norm ones expect a normalised input
+        self.norm = nnx.LayerNorm(config.width, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        items_BN: jax.Array,
+        positions_BN: jax.Array,
+        segment_ids_BN: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped."""
+        config = self.config
+        keys = [None] * (config.blocks + 1)
+        if dropout_key is not None and config.dropout:
+            keys = list(jax.random.split(dropout_key, config.blocks + 1))
+        x_BND = self.item_table[...][items_BN] + self.position_table[...][positions_BN]
+        x_BND = x_BND.astype(config.dtype)
+        if config.norm == "post":
+            x_BND = self.norm(x_BND)
+        x_BND = dropout(x_BND, config.dropout, keys[-1])
+        mask_B1NN = attention_mask(segment_ids_BN)
+        for block, key in zip(self.blocks, keys, strict=False):
+            x_BND = block(x_BND, mask_B1NN, key)
+        return self.norm(x_BND) if config.norm == "pre" else x_BND
+
+
+def attention_mask(segment_ids_BN: jax.Array) -> jax.Array:
+    """bool [B, 1, N, N]: a query sees itself and the earlier positions of its segment."""
+    same = segment_ids_BN[:, :, None] == segment_ids_BN[:, None, :]
+    N = segment_ids_BN.shape[1]
+    return (same & jnp.tril(jnp.ones((N, N), bool)))[:, None]
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes a share ``rate`` of the entries and scales the others up; the identity without a key."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def prior_log_odds(mean_positives: float, num_items: int) -> float:
+    """log(p / (1 - p)) of p = mean_positives / V, an item's chance to be a target before anything is known."""
+    p = min(max(mean_positives / num_items, 1e-12), 0.5)
+    return math.log(p / (1 - p))
+
+
+def abstract(module_init: Any) -> tuple[nnx.GraphDef, Any]:
+    """The graph definition and the shapes of the parameters of what ``module_init()`` would build."""
+    graphdef, state = nnx.split(nnx.eval_shape(module_init), nnx.Param)
+    return graphdef, nnx.to_pure_dict(state)

@@ -1,0 +1,168 @@
+"""The training step: pure functions from (state, batch) to state.
+
+Nothing is read back to the host: loss sums and confusion counts accumulate on the device inside the state, and the trainer
+takes them when it logs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from recml_sasrec import heads
+from recml_sasrec.config import Config, HeadConfig
+from recml_sasrec.data.batch import Batch, QueryBatch
+from recml_sasrec.model import SASRec, abstract
+
+Params = dict[str, Any]
+
+
+class Metrics(NamedTuple):
+    """Sums since the last log."""
+
+    steps: jax.Array  # int32
+    loss: jax.Array  # float32, sum of the steps' losses
+    grad_norm: jax.Array  # float32, sum of the steps' global gradient norms
+    tokens: jax.Array  # int32, real (not padding) input positions
+    counts: heads.Counts  # of (position, item) pairs
+
+    @classmethod
+    def zeros(cls) -> "Metrics":
+        zero = jnp.zeros((), jnp.float32)
+        count = jnp.zeros((), jnp.int32)
+        return cls(count, zero, zero, count, heads.Counts.zeros())
+
+
+class TrainState(NamedTuple):
+    step: jax.Array  # int32, steps done
+    params: Params
+    opt_state: optax.OptState
+    metrics: Metrics
+    bad_step: jax.Array  # int32, the first step whose loss or gradient was not finite, -1: none
+
+
+def make_model(config: Config, num_items: int, mean_positives: float) -> tuple[nnx.GraphDef, Callable[[], SASRec]]:
+    """The model's graph definition and the function that initialises it from the run's seed."""
+
+    def init() -> SASRec:
+        rngs = nnx.Rngs(config.train.seed)
+        return SASRec(num_items, config.data.length, config.model, mean_positives, rngs)
+
+    return abstract(init)[0], init
+
+
+def init_state(init_model: Callable[[], SASRec], optimizer: optax.GradientTransformation) -> TrainState:
+    """A fresh state; trace it with ``jax.eval_shape`` for the shapes alone."""
+    params = nnx.to_pure_dict(nnx.state(init_model(), nnx.Param))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        metrics=Metrics.zeros(),
+        bad_step=jnp.full((), -1, jnp.int32),
+    )
+
+
+def head_loss(
+    config: HeadConfig,
+    hidden: jax.Array,
+    params: Params,
+    targets: jax.Array,
+    weights: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, heads.Counts]:
+    """The configured head's weighted sum over tokens, and its counts."""
+    table = params["item_table"].astype(hidden.dtype)
+    options: dict[str, Any] = {
+        "positive_weight": config.positive_weight,
+        "threshold": config.threshold,
+        "reduction": "sum",
+    }
+    if config.name == "cut_bce":
+        options |= {"tile": config.tile or None}
+    if config.name == "sampled_bce":
+        options |= {"negatives": config.negatives, "key": key}
+    head = {"cut_bce": heads.cut_bce, "dense_bce": heads.dense_bce, "sampled_bce": heads.sampled_bce}[config.name]
+    return head(hidden, table, targets, params.get("item_bias"), weights, **options)
+
+
+def make_train_step(
+    config: Config, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], TrainState]:
+    """The step to compile; donate its state."""
+    parts = config.train.accumulate
+
+    def micro_loss(params: Params, batch: Batch, key: jax.Array, scale: jax.Array):
+        dropout_key, head_key = jax.random.split(key)
+        model = nnx.merge(graphdef, params)
+        hidden = model(batch.items, batch.positions, batch.segment_ids, dropout_key)
+        loss, counts = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key)
+        return loss * scale, counts
+
+    gradient = jax.value_and_grad(micro_loss, has_aux=True)
+
+    def train_step(state: TrainState, batch: Batch) -> TrainState:
+        # the key depends on nothing but seed and step, so a resumed run draws what the uninterrupted one would have
+        key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        total_weight = jnp.sum(batch.weights)
+        scale = jnp.where(total_weight > 0, 1 / jnp.maximum(total_weight, 1e-30), 0.0)
+        if config.head.reduction == "mean":
+            scale = scale / state.params["item_table"].shape[0]
+        if parts == 1:
+            (loss, counts), grads = gradient(state.params, batch, key, scale)
+        else:
+            (loss, counts), grads = accumulate(gradient, state.params, batch, key, scale, parts)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        step = state.step + 1
+        metrics = Metrics(
+            steps=state.metrics.steps + 1,
+            loss=state.metrics.loss + loss,
+            grad_norm=state.metrics.grad_norm + grad_norm,
+            tokens=state.metrics.tokens + jnp.sum(batch.segment_ids > 0, dtype=jnp.int32),
+            counts=state.metrics.counts + counts,
+        )
+        return TrainState(
+            step=step,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            metrics=metrics,
+            bad_step=jnp.where((state.bad_step < 0) & ~finite, step, state.bad_step),
+        )
+
+    return train_step
+
+
+def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, scale: jax.Array, parts: int):
+    """Loss, counts and gradients summed over ``parts`` micro-batches of consecutive rows.
+
+    The scale is that of the whole batch, so the result equals a single pass over it but for rounding.
+    """
+    micro_batches = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, part) 
+
+    def body(carry, xs):
+        micro_batch, micro_key = xs
+        (loss, counts), grads = gradient(params, micro_batch, micro_key, scale)
+        return (carry[0] + loss, carry[1] + counts, add(carry[2], grads)), None
+
+    zeros = (jnp.zeros(()), heads.Counts.zeros(), jax.tree.map(jnp.zeros_like, params))
+    (loss, counts, grads), _ = jax.lax.scan(body, zeros, (micro_batches, jax.random.split(key, parts)))
+    return (loss, counts), grads
+
+
+def make_encoder(graphdef: nnx.GraphDef) -> Callable[[Params, QueryBatch], jax.Array]:
+    """(params, query batch) -> hidden [Q, D] of each query's last event, without dropout."""
+
+    def encode(params: Params, queries: QueryBatch) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        hidden = model(queries.items, queries.positions, queries.segment_ids)
+        return hidden[queries.rows, queries.columns]
+
+    return encode
