@@ -1,0 +1,19 @@
+"""Loss heads over the catalogue: ``(hidden, table, targets, bias, weights) -> (loss, counts)``."""
+
+from recml_sasrec.heads.counts import Count, Counts, accuracy, add, f_beta, precision, recall
+from recml_sasrec.heads.cut import cut_bce
+from recml_sasrec.heads.dense import dense_bce
+from recml_sasrec.heads.sampled import sampled_bce
+
+__all__ = [
+    "Count",
+    "Counts",
+    "accuracy",
+    "add",
+    "cut_bce",
+    "dense_bce",
+    "f_beta",
+    "precision",
+    "recall",
+    "sampled_bce",
+]

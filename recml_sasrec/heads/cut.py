@@ -1,0 +1,308 @@
+"""CutBCE: exact multi-label binary cross-entropy over the whole catalogue, without logits in memory.
+
+The multi-label loss splits exactly (CutBCE, arXiv 2610.05559):
+
+    loss = sum_t w_t (sum_v softplus(z_tv)  -  sum_{v in pos(t)} z_tv),     z = h E^T + b
+                      dense background         sparse correction
+
+The background's gradient, sigmoid(z) w_t, is elementwise and needs no normaliser over V, so loss, gradients and counts
+come out of **one** sweep over tiles of logits (6*T*V*D matmul FLOPs; recomputing them in the backward takes 8). When
+the cotangent is a scalar the forward rule runs that sweep and the backward rule scales what it kept.
+
+Implementations (``cut_xla``, ``cut_tpu``) only do the dense background; targets, reductions, temperature and
+dtypes of the cotangents are this module's. An implementation is a module with these functions:
+
+    sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile)
+        -> (loss_T, above_T, dh_TD, dtable_VD, dbias_V)
+    forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile)
+        -> (loss_T, above_T)
+    supports(h_TD, table_VD) -> bool        (cut_tpu only; may look at shapes and dtypes, not at values)
+
+    h_TD       [T, D]  bfloat16, float16 or float32; already divided by the temperature
+    table_VD   [V, D]  of h_TD's dtype
+    bias_V     [V]     float32, or None
+    weight_T   [T]     float32: any sign, 0 for masked tokens. For reduction="none" it is weight times cotangent.
+    threshold  float, or None: no counts wanted
+    tile       int, or None: chosen by the implementation
+    loss_T     [T]     float32: sum_v softplus(z_tv), **not** weighted
+    above_T    [T]     int32: number of v with z_tv > threshold; None if threshold is None
+    dh_TD      [T, D]  float32: w_t sum_v sigmoid(z_tv) E_v
+    dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t
+    dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
+
+Any T, V, D >= 1. Logits are float32 (``preferred_element_type``) with the matmul precision of
+``jax.default_matmul_precision``; sigmoids may be cast to h_TD's dtype for the two gradient products. h_TD of a token with
+weight 0 is finite. The functions are traced under jit, vmap (of everything but the table) and inside ``custom_vjp``:
+they need no derivatives of their own.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recml_sasrec.heads import counts as counting
+from recml_sasrec.heads import cut_xla
+from recml_sasrec.heads.counts import Counts
+
+Reduction = Literal["token_mean", "mean", "sum", "none"]
+Implementation = Literal["auto", "xla", "pallas_tpu"]
+_TPU_MODULE = "recml_sasrec.heads.cut_tpu"
+
+
+class _Options(NamedTuple):
+    """What is fixed at trace time; hashable, as custom_vjp's static arguments have to be."""
+
+    positive_weight: float
+    threshold: float | None
+    tile: int | None
+    implementation: str
+
+
+def cut_bce(
+    hidden: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    bias: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    positive_weight: float = 1.0,
+    temperature: float | jax.Array = 1.0,
+    reduction: Reduction = "token_mean",
+    threshold: float = 0.0,
+    with_counts: bool = True,
+    tile: int | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, Counts | None]:
+    """Multi-label BCE of every token against the whole catalogue, in one sweep (CutBCE, arXiv 2610.05559).
+
+    Args:
+      hidden: [..., D] hidden states, any float dtype. Their logits are ``hidden @ table.T / temperature + bias``.
+      table: [V, D] item table.
+      targets: int [..., L], each token's set of positive items. Ids outside [0, V) are padding, repeats count once.
+      bias: [V] item bias.
+      weights: [...] token weights, 0 masks a token; 1 everywhere if None. Differentiable.
+      positive_weight: factor of the positives' terms, softplus(-z).
+      temperature: divides hidden; may be a traced scalar.
+      reduction: "token_mean", sum over items, weighted mean over tokens (0 if all weights are 0); "mean", that divided
+        by V (RecML, Keras); "sum", weighted sum; "none", weighted per-token losses, whose backward recomputes logits.
+      threshold: a logit above it is a predicted positive.
+      with_counts: False spares the comparison; counts is then None.
+      tile: items of a tile; None: chosen for the device. The result does not depend on it, up to rounding.
+      implementation: "auto" takes the Pallas kernel where the program is lowered for a TPU, XLA elsewhere.
+
+    Returns:
+      (loss, counts): float32 scalar, or [...] for "none"; counts over the tokens of positive weight.
+
+    Raises:
+      ValueError: shapes that do not fit each other, an unknown reduction or implementation.
+    """
+    shape = check_shapes(hidden, table, targets, bias, weights, reduction)
+    if implementation not in ("auto", "xla", "pallas_tpu"):
+        raise ValueError(f"implementation must be 'auto', 'xla' or 'pallas_tpu', got {implementation!r}")
+    if tile is not None and tile < 1:
+        raise ValueError(f"tile must be at least 1 item, got {tile}; None lets it be chosen")
+    h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
+    options = _Options(
+        float(positive_weight), float(threshold) if with_counts else None, tile, implementation
+    )
+    op = _token_losses if reduction == "none" else _weighted_sum
+    loss, stats = op(h_TD, table, bias, targets_TL, weight_T, options)
+    loss = (
+        loss.reshape(shape) if reduction == "none" else normalise(loss, weight_T, reduction, table.shape[0])
+    )
+    return loss, counting.from_tokens(*stats, weight_T, table.shape[0]) if with_counts else None
+
+
+def check_shapes(hidden, table, targets, bias, weights, reduction) -> tuple[int, ...]:
+    """The leading shape [...] of a head's arguments; raises ValueError where they don't fit each other."""
+    shape, (items, width) = hidden.shape[:-1], table.shape
+    expected = {"hidden": (hidden, (*shape, width)), "targets": (targets, (*shape, targets.shape[-1]))}
+    expected |= {"bias": (bias, (items,)), "weights": (weights, shape)}
+    for name, (array, wanted) in expected.items():
+        if array is not None and array.shape != wanted:
+            raise ValueError(
+                f"{name} must be {list(wanted)} to fit hidden and table, got {list(array.shape)}"
+            )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets must be integer item ids, got {targets.dtype}")
+    if reduction not in ("token_mean", "mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'token_mean', 'mean', 'sum' or 'none', got {reduction!r}")
+    return shape
+
+
+def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens on one axis: h_TD divided by the temperature, targets_TL, float32 weight_T."""
+    h_TD = hidden.reshape(-1, hidden.shape[-1])
+    if not (isinstance(temperature, int | float) and temperature == 1):
+        h_TD = (h_TD.astype(jnp.float32) / temperature).astype(h_TD.dtype)
+    targets_TL = targets.reshape(h_TD.shape[0], -1)
+    weight_T = jnp.ones(h_TD.shape[0]) if weights is None else weights.reshape(-1).astype(jnp.float32)
+    return h_TD, targets_TL, weight_T
+
+
+def normalise(loss_sum: jax.Array, weight_T: jax.Array, reduction: str, terms: int) -> jax.Array:
+    """The reduction of sum_t w_t loss_t: "sum", or divided by sum_t w_t and, for "mean", by ``terms``."""
+    if reduction == "sum":
+        return loss_sum
+    weight = weight_T.sum()
+    # Both branches of a where are differentiated: the denominator has to be safe on its own.
+    mean = jnp.where(weight != 0, loss_sum / jnp.where(weight != 0, weight, 1.0), 0.0)
+    return mean / terms if reduction == "mean" else mean
+
+
+def positive_set(targets_TL: jax.Array, items: int) -> tuple[jax.Array, jax.Array]:
+    """(ids_TL, mask_TL): each valid id of a token once. Masked slots hold ``items``, which gathers and scatters drop."""
+    valid_TL = (targets_TL >= 0) & (targets_TL < items)
+    ids_TL = jnp.where(valid_TL, targets_TL, items).astype(jnp.int32)
+    if ids_TL.shape[1] > 32:  # comparing all pairs is quadratic in L
+        ids_TL = jnp.sort(ids_TL, axis=1)
+        repeat_TL = jnp.pad(ids_TL[:, 1:] == ids_TL[:, :-1], [(0, 0), (1, 0)])
+    else:
+        earlier_LL = jnp.tril(jnp.ones((ids_TL.shape[1],) * 2, bool), -1)
+        repeat_TL = ((ids_TL[:, :, None] == ids_TL[:, None, :]) & earlier_LL).any(2)
+    ids_TL = jnp.where(repeat_TL, items, ids_TL)
+    return ids_TL, ids_TL < items
+
+
+def _common(h_TD, table_VD, bias_V):
+    dtype = jnp.promote_types(h_TD.dtype, table_VD.dtype)
+    return h_TD.astype(dtype), table_VD.astype(dtype), None if bias_V is None else bias_V.astype(jnp.float32)
+
+
+class _Sparse(NamedTuple):
+    """The positives: ids and mask, their rows, logits, and what they add to the background's loss and its slope."""
+
+    ids_TL: jax.Array
+    mask_TL: jax.Array
+    rows_TLD: jax.Array
+    logits_TL: jax.Array
+    loss_T: jax.Array
+    slope_TL: jax.Array
+
+
+def _sparse(h_TD, table_VD, bias_V, targets_TL, positive_weight) -> _Sparse:
+    """Replaces softplus(z) by positive_weight * softplus(-z) at the positives; -z exactly when the weight is 1."""
+    ids_TL, mask_TL = positive_set(targets_TL, table_VD.shape[0])
+    rows_TLD = table_VD.at[ids_TL].get(mode="fill", fill_value=0)
+    z_TL = jnp.einsum("td,tld->tl", h_TD, rows_TLD, preferred_element_type=jnp.float32)
+    if bias_V is not None:
+        z_TL += bias_V.at[ids_TL].get(mode="fill", fill_value=0)
+    if positive_weight == 1:
+        change_TL, slope_TL = -z_TL, jnp.full_like(z_TL, -1)
+    else:
+        change_TL = positive_weight * jax.nn.softplus(-z_TL) - jax.nn.softplus(z_TL)
+        slope_TL = -positive_weight * jax.nn.sigmoid(-z_TL) - jax.nn.sigmoid(z_TL)
+    loss_T = jnp.where(mask_TL, change_TL, 0).sum(1)
+    return _Sparse(ids_TL, mask_TL, rows_TLD, z_TL, loss_T, jnp.where(mask_TL, slope_TL, 0))
+
+
+def _stats(sparse: _Sparse, above_T, threshold):
+    """Per token, int32: positives above the threshold, items above it, positives."""
+    if threshold is None:
+        return None
+    true_T = (sparse.mask_TL & (sparse.logits_TL > threshold)).sum(1, dtype=jnp.int32)
+    return true_T, above_T, sparse.mask_TL.sum(1, dtype=jnp.int32)
+
+
+def _forward(h_TD, table_VD, bias_V, targets_TL, options: _Options):
+    """(loss_T, stats) by the forward-only sweep."""
+    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+    sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
+    loss_T, above_T = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V)
+    return loss_T + sparse.loss_T, _stats(sparse, above_T, options.threshold)
+
+
+def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: _Options):
+    """(loss_T, stats, (dh, dtable, dbias)): the gradients, float32, are those of sum_t w_t loss_t."""
+    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+    sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
+    loss_T, above_T, dh_TD, dtable_VD, dbias_V = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T)
+    slope_TL = sparse.slope_TL * weight_T[:, None]
+    dh_TD += jnp.einsum("tl,tld->td", slope_TL, sparse.rows_TLD, preferred_element_type=jnp.float32)
+    updates_TLD = slope_TL[..., None] * h_TD[:, None].astype(jnp.float32)
+    dtable_VD = dtable_VD.at[sparse.ids_TL].add(updates_TLD, mode="drop")
+    if bias_V is not None:
+        dbias_V = dbias_V.at[sparse.ids_TL].add(slope_TL, mode="drop")
+    return loss_T + sparse.loss_T, _stats(sparse, above_T, options.threshold), (dh_TD, dtable_VD, dbias_V)
+
+
+def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
+    """float32 gradients times the scalar cotangent, in the dtypes of the primals."""
+    primals = (h_TD, table_VD, bias_V)
+    return [
+        None if x is None else (g * scale).astype(x.dtype) for g, x in zip(gradients, primals, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _weighted_sum(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    loss_T, stats = _forward(h_TD, table_VD, bias_V, targets_TL, options)
+    return _dot_weights(weight_T, loss_T), stats
+
+
+def _weighted_sum_fwd(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    loss_T, stats, gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
+    # Zero-row stand-ins carry the primals' dtypes: keeping the primals themselves would pin them until the backward.
+    dtypes = [None if x is None else x[:0] for x in (h_TD, table_VD, bias_V)]
+    return (_dot_weights(weight_T, loss_T), stats), (gradients, loss_T, weight_T, dtypes)
+
+
+def _weighted_sum_bwd(options, residuals, cotangents):
+    gradients, loss_T, weight_T, dtypes = residuals
+    dh, dtable, dbias = _cotangents(gradients, cotangents[0], *dtypes)
+    return dh, dtable, dbias, None, jnp.where(weight_T != 0, loss_T, 0) * cotangents[0]
+
+
+_weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _token_losses(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    loss_T, stats = _forward(h_TD, table_VD, bias_V, targets_TL, options)
+    return jnp.where(weight_T != 0, weight_T * loss_T, 0), stats
+
+
+def _token_losses_fwd(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    primals = (h_TD, table_VD, bias_V, targets_TL, weight_T)
+    return _token_losses(*primals, options), primals
+
+
+def _token_losses_bwd(options, primals, cotangents):
+    h_TD, table_VD, bias_V, targets_TL, weight_T = primals
+    scaled_T = weight_T * cotangents[0]
+    options = options._replace(threshold=None)
+    loss_T, _, gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, scaled_T, options)
+    dh, dtable, dbias = _cotangents(gradients, 1.0, h_TD, table_VD, bias_V)
+    return dh, dtable, dbias, None, jnp.where(weight_T != 0, loss_T, 0) * cotangents[0]
+
+
+_token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+
+
+def _dot_weights(weight_T, loss_T):
+    # A masked token must not spoil the sum even where its own loss overflows.
+    return jnp.where(weight_T != 0, weight_T * loss_T, 0).sum()
+
+
+def _dispatch(name: str, options: _Options, h_TD, table_VD, bias_V, *weight_T):
+    """Runs ``sweep`` or ``forward_sweep`` of the implementation for the platform being lowered for."""
+    arguments = {"threshold": options.threshold, "tile": options.tile}
+    xla = functools.partial(getattr(cut_xla, name), **arguments)
+    if options.implementation == "xla":
+        return xla(h_TD, table_VD, bias_V, *weight_T)
+    tpu_module = importlib.import_module(_TPU_MODULE) if importlib.util.find_spec(_TPU_MODULE) else None
+    supported = tpu_module is not None and tpu_module.supports(h_TD, table_VD)
+    if options.implementation == "pallas_tpu" and not supported:
+        shapes = f"hidden {h_TD.dtype}{list(h_TD.shape)} and table {list(table_VD.shape)}"
+        raise ValueError(f"the Pallas TPU kernel does not support {shapes}; implementation='xla' does")
+    if not supported:
+        return xla(h_TD, table_VD, bias_V, *weight_T)
+    tpu = functools.partial(getattr(tpu_module, name), **arguments)
+    if options.implementation == "pallas_tpu":
+        return tpu(h_TD, table_VD, bias_V, *weight_T)
+    # jax.devices() would mislead a compilation for another platform than the host's.
+    return jax.lax.platform_dependent(h_TD, table_VD, bias_V, *weight_T, tpu=tpu, default=xla)

@@ -1,0 +1,62 @@
+"""Multi-label BCE with materialised logits and labels: the honest baseline, and the head to check the others by."""
+
+import jax
+import jax.numpy as jnp
+
+from recml_sasrec.heads import counts as counting
+from recml_sasrec.heads.counts import Counts
+from recml_sasrec.heads.cut import Reduction, check_shapes, flatten, normalise, positive_set
+
+
+def dense_bce(
+    hidden: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    bias: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    positive_weight: float = 1.0,
+    temperature: float | jax.Array = 1.0,
+    reduction: Reduction = "token_mean",
+    threshold: float = 0.0,
+    with_counts: bool = True,
+) -> tuple[jax.Array, Counts | None]:
+    """The numbers of :func:`recml_sasrec.heads.cut_bce`, from logits and multi-hot labels of [T, V] in memory.
+
+    Arguments, results and errors are those of ``cut_bce``; derivatives are JAX's own. Per logit, with y in {0, 1}:
+    positive_weight * y * softplus(-z) + (1 - y) * softplus(z).
+    """
+    shape = check_shapes(hidden, table, targets, bias, weights, reduction)
+    items = table.shape[0]
+    h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
+    dtype = jnp.promote_types(h_TD.dtype, table.dtype)
+    logits_TV = jnp.einsum(
+        "td,vd->tv", h_TD.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        logits_TV += bias.astype(jnp.float32)
+    labels_TV = multi_hot(targets_TL, items)
+
+    background_TV = jnp.maximum(logits_TV, 0) + jnp.log1p(jnp.exp(-jnp.abs(logits_TV)))
+    if positive_weight == 1:
+        losses_TV = background_TV - labels_TV * logits_TV
+    else:
+        losses_TV = background_TV + labels_TV * (
+            positive_weight * jax.nn.softplus(-logits_TV) - jax.nn.softplus(logits_TV)
+        )
+    loss_T = jnp.where(weight_T != 0, weight_T * losses_TV.sum(1), 0)
+    loss = (
+        loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
+    )
+    if not with_counts:
+        return loss, None
+    above_TV, positive_TV = logits_TV > threshold, labels_TV > 0
+    stats = [x.sum(1, dtype=jnp.int32) for x in (above_TV & positive_TV, above_TV, positive_TV)]
+    return loss, counting.from_tokens(*stats, weight_T, items)
+
+
+def multi_hot(targets_TL: jax.Array, items: int) -> jax.Array:
+    """float32 [T, V]: 1 at each token's targets. Ids outside [0, V) are padding."""
+    ids_TL, _ = positive_set(targets_TL, items)
+    rows_T1 = jnp.arange(targets_TL.shape[0])[:, None]
+    return jnp.zeros((targets_TL.shape[0], items)).at[rows_T1, ids_TL].set(1.0, mode="drop")
