@@ -78,21 +78,35 @@ class Checkpoints:
         ]
         return min(scored)[1] if scored else self.latest
 
-    def save(self, step: int, state: TrainState, info: Info, metrics: dict[str, float] | None = None) -> None:
+    def find(self, name: str) -> int:
+        """The step that ``best``, ``latest`` or a number names.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        step = {"best": self.best, "latest": self.latest}.get(name, int(name) if name.isdecimal() else None)
+        if step is None or step not in self.steps:
+            have = ", ".join(map(str, self.steps)) or "none"
+            raise CheckpointError(f"{self.directory} has no checkpoint {name!r}; it has {have}")
+        return step
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        info: Info,
+        metrics: dict[str, float] | None = None,
+        overwrite: bool = False,
+    ) -> None:
         """Starts writing a checkpoint; returns once the arrays are copied, with the former save complete.
 
         Raises:
             CheckpointError: the former or this save failed, for example on a full disk; complete checkpoints survive.
         """
         self.wait()
-        items = {
-            "params": state.params,
-            "opt_state": state.opt_state,
-            "progress": {"step": state.step, "metrics": state.metrics, "bad_step": state.bad_step},
-        }
         try:
             self._pending = self._checkpointer.save_checkpointables_async(
-                step, items, metrics=metrics, custom_metadata={"run": json.dumps(info)}
+                step, _items(state), metrics=metrics, overwrite=overwrite, custom_metadata={"run": json.dumps(info)}
             )
         except Exception as error:
             raise self._failure(step, error) from error
@@ -132,16 +146,9 @@ class Checkpoints:
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a step, with the shapes, dtypes and shardings of ``like`` (arrays or ShapeDtypeStructs)."""
-        items = {
-            "params": like.params,
-            "opt_state": like.opt_state,
-            "progress": {"step": like.step, "metrics": like.metrics, "bad_step": like.bad_step},
-        }
-        loaded = self._load(step, items)
-        progress = loaded["progress"]
-        return TrainState(
-            progress["step"], loaded["params"], loaded["opt_state"], progress["metrics"], progress["bad_step"]
-        )
+        loaded = self._load(step, _items(like))
+        counters = loaded["counters"]
+        return TrainState(counters["step"], loaded["params"], loaded["opt_state"], counters["metrics"])
 
     def restore_params(self, step: int, like: Params) -> Params:
         """The params alone."""
@@ -157,3 +164,11 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.directory} cannot be read ({reason}); delete the folder "
                 f"{self.directory / str(step)} to go on from an earlier one"
             ) from error
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    return {
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "counters": {"step": state.step, "metrics": state.metrics},
+    }

@@ -1,16 +1,7 @@
-"""The run's configuration: a typed dataclass tree, how it is loaded, overridden, checked and saved.
+"""The run's configuration: a typed dataclass tree, its defaults and what it must hold to."""
 
-A config file is a Python file with ``get_config() -> Config``. Any field can be overridden from the command line:
-``--config configs/quickstart.py --config.optimizer.learning_rate=3e-4``. Whatever is wrong with either is a
-``ConfigError`` of one sentence that names the field, the value and the nearest right one.
-"""
-
-import ast
 import dataclasses
 import difflib
-import importlib.util
-import json
-import pathlib
 import types
 import typing
 from collections.abc import Sequence
@@ -89,7 +80,9 @@ class HeadConfig:
     """The loss over the catalogue."""
 
     name: Literal["cut_bce", "dense_bce", "sampled_bce"] = "cut_bce"
-    reduction: Literal["token_mean", "mean"] = "token_mean"  # sum over items a token, or also mean over V (RecML, Keras)
+    reduction: Literal["token_mean", "mean"] = (
+        "token_mean"  # sum over items a token, or also mean over V (RecML, Keras)
+    )
     positive_weight: float = 1.0
     threshold: float = 0.0  # a logit above it counts as a predicted positive
     tile: int = 0  # cut_bce: items of a tile; 0: chosen for the device
@@ -153,131 +146,6 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Runs the file's ``get_config()``, applies ``section.field=value`` overrides and validates the result.
-
-    Raises:
-        ConfigError: with one sentence on whatever is wrong.
-    """
-    config = _import_config(path)
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"override {override!r} has no value; write --config.{name}=VALUE")
-        set_field(config, name, value)
-    validate(config)
-    return config
-
-
-def _import_config(path: str) -> Config:
-    file = pathlib.Path(path)
-    if not file.is_file():
-        siblings = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        near = _nearest(path, siblings)
-        hint = f"; did you mean {near!r}?" if near else "; run from the folder that holds configs/"
-        raise ConfigError(f"config file {path!r} does not exist{hint}")
-    spec = importlib.util.spec_from_file_location("recml_sasrec_config", file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"config file {path!r} is not a Python file; it must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        config = module.get_config()
-    except Exception as error:  # whatever a user's file raises is a fault of that file
-        raise ConfigError(f"config file {path!r} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"get_config() of {path!r} returned {type(config).__name__}; it must return Config")
-    return config
-
-
-def set_field(config: Config, name: str, value: str) -> None:
-    """Sets the field with a dotted name from its command-line text, in place.
-
-    Raises:
-        ConfigError: unknown field or a value of the wrong type.
-    """
-    *sections, leaf = name.split(".")
-    node: Any = config
-    for depth, section in enumerate((*sections, leaf)):
-        hints = typing.get_type_hints(type(node))
-        if section not in hints:
-            raise ConfigError(_unknown_field(config, name))
-        is_section = dataclasses.is_dataclass(hints[section])
-        if is_section == (depth == len(sections)):
-            kind = "a section, not a field" if is_section else "a field, not a section"
-            raise ConfigError(f"config.{name}: {section!r} is {kind}; {_unknown_field(config, name)}")
-        if is_section:
-            node = getattr(node, section)
-    setattr(node, leaf, _parse(name, value, hints[leaf]))
-
-
-def _unknown_field(config: Config, name: str) -> str:
-    names = list(field_names(config))
-    by_leaf = {n.rpartition(".")[2]: n for n in names}
-    near = _nearest(name, names) or by_leaf.get(_nearest(name.rpartition(".")[2], list(by_leaf)) or "")
-    hint = f"did you mean config.{near}?" if near else f"sections are {', '.join(_to_dict(config))}"
-    return f"config.{name} does not exist; {hint}"
-
-
-def field_names(node: Any, prefix: str = "") -> typing.Iterator[str]:
-    """Dotted names of all fields."""
-    for entry in dataclasses.fields(node):
-        value = getattr(node, entry.name)
-        if dataclasses.is_dataclass(value):
-            yield from field_names(value, f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name
-
-
-def _nearest(word: str, words: Sequence[str]) -> str | None:
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def _parse(name: str, text: str, hint: Any) -> Any:
-    """The value of a field's type that a command-line text stands for."""
-    if hint is str or typing.get_origin(hint) is Literal:
-        return _checked(name, text, hint)
-    if hint is bool:
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.lower() not in words:
-            raise ConfigError(f"config.{name}={text} is not a truth value; write true or false")
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise ConfigError(f"config.{name}={text} is not {_describe(hint)}") from None
-    return _checked(name, value, hint)
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value, converted where nothing is lost, or a ConfigError."""
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value in choices:
-            return value
-        near = _nearest(str(value), [str(c) for c in choices])
-        hint_text = f"did you mean {near!r}?" if near else f"it must be one of {', '.join(map(repr, choices))}"
-        raise ConfigError(f"config.{name}={value} is unknown; {hint_text}")
-    if typing.get_origin(hint) is tuple:
-        values = value if isinstance(value, tuple | list) else (value,)
-        return tuple(_checked(name, v, typing.get_args(hint)[0]) for v in values)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int and is_number and value == value and abs(value) != float("inf") and int(value) == value:
-        return int(value)  # 1e3 is meant as 1000
-    if hint is float and is_number:
-        return float(value)
-    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
-        return value
-    raise ConfigError(f"config.{name}={value!r} is not {_describe(hint)}")
-
-
-def _describe(hint: Any) -> str:
-    if isinstance(hint, types.GenericAlias):
-        return f"a tuple like ({_describe(typing.get_args(hint)[0])}, ...)"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
-
-
 def validate(config: Config) -> None:
     """Checks types, ranges and fields that contradict each other.
 
@@ -297,7 +165,7 @@ def _check_types(node: Any, prefix: str = "") -> None:
                 raise ConfigError(f"config.{prefix}{name} must be a {hint.__name__}, not {value!r}")
             _check_types(value, f"{prefix}{name}.")
         else:
-            setattr(node, name, _checked(prefix + name, value, hint))
+            setattr(node, name, checked(prefix + name, value, hint))
 
 
 AT_LEAST_ONE = (
@@ -314,14 +182,6 @@ POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluatio
 UNIT_INTERVAL = "optimizer.final_fraction".split()
 BELOW_ONE = "model.dropout optimizer.b1 optimizer.b2".split()
 BEST_METRICS = ("ndcg", "hr", "recall", "recall_capped", "precision", "mrr", "map")
-
-
-def get_field(config: Config, name: str) -> Any:
-    """The value of the field with a dotted name."""
-    node: Any = config
-    for part in name.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def _check_ranges(config: Config) -> None:
@@ -341,7 +201,13 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_contradictions(config: Config) -> None:
-    data, split, model, train, evaluation = config.data, config.split, config.model, config.train, config.evaluation
+    data, split, model, train, evaluation = (
+        config.data,
+        config.split,
+        config.model,
+        config.train,
+        config.evaluation,
+    )
     if model.width % model.heads:
         raise ConfigError(
             f"config.model.width={model.width} is not a multiple of config.model.heads={model.heads}; "
@@ -389,46 +255,29 @@ def _check_contradictions(config: Config) -> None:
         )
     metric, _, k = evaluation.best_metric.partition("@")
     if metric not in BEST_METRICS or not k.isdecimal() or int(k) not in evaluation.ks:
-        near = _nearest(evaluation.best_metric, [f"{m}@{k}" for m in BEST_METRICS for k in evaluation.ks])
+        near = nearest(evaluation.best_metric, [f"{m}@{k}" for m in BEST_METRICS for k in evaluation.ks])
         raise ConfigError(
-            f"config.evaluation.best_metric={evaluation.best_metric} is not computed; did you mean {near or 'ndcg@%d' % evaluation.ks[0]!r}?"
+            f"config.evaluation.best_metric={evaluation.best_metric} is not computed; "
+            f"did you mean {near or f'ndcg@{evaluation.ks[0]}'}?"
         )
 
 
-def _to_dict(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
-def to_json(config: Config) -> str:
-    """The config as indented JSON, every field spelled out."""
-    return json.dumps(_to_dict(config), indent=2) + "\n"
-
-
-def from_json(text: str) -> Config:
-    """The inverse of ``to_json``; fields that the text lacks take their defaults.
-
-    Raises:
-        ConfigError: the text is not a config.
-    """
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the saved config is not JSON ({error}); delete the run's folder and train again") from None
-    config = Config()
-    _fill(config, config, tree, "")
-    validate(config)
-    return config
-
-
-def _fill(config: Config, node: Any, tree: dict[str, Any], prefix: str) -> None:
-    hints = typing.get_type_hints(type(node))
-    for name, value in tree.items():
-        if name not in hints:
-            raise ConfigError(_unknown_field(config, prefix + name))
-        if dataclasses.is_dataclass(hints[name]):
-            _fill(config, getattr(node, name), value, f"{prefix}{name}.")
+def field_names(node: Any, prefix: str = "") -> typing.Iterator[str]:
+    """Dotted names of all fields."""
+    for entry in dataclasses.fields(node):
+        value = getattr(node, entry.name)
+        if dataclasses.is_dataclass(value):
+            yield from field_names(value, f"{prefix}{entry.name}.")
         else:
-            setattr(node, name, _checked(prefix + name, value, hints[name]))
+            yield prefix + entry.name
+
+
+def get_field(config: Config, name: str) -> Any:
+    """The value of the field with a dotted name."""
+    node: Any = config
+    for part in name.split("."):
+        node = getattr(node, part)
+    return node
 
 
 def first_difference(saved: Config, wanted: Config, but: Sequence[str] = ()) -> str | None:
@@ -437,3 +286,36 @@ def first_difference(saved: Config, wanted: Config, but: Sequence[str] = ()) -> 
         if not name.startswith(tuple(but)) and get_field(saved, name) != get_field(wanted, name):
             return name
     return None
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """The value, converted where nothing is lost, or a ConfigError."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        near = nearest(str(value), [str(c) for c in choices])
+        hint_text = f"did you mean {near!r}?" if near else f"it must be one of {', '.join(map(repr, choices))}"
+        raise ConfigError(f"config.{name}={value} is unknown; {hint_text}")
+    if typing.get_origin(hint) is tuple:
+        values = value if isinstance(value, tuple | list) else (value,)
+        return tuple(checked(name, v, typing.get_args(hint)[0]) for v in values)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int and is_number and value == value and abs(value) != float("inf") and int(value) == value:
+        return int(value)  # 1e3 is meant as 1000
+    if hint is float and is_number:
+        return float(value)
+    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
+        return value
+    raise ConfigError(f"config.{name}={value!r} is not {describe(hint)}")
+
+
+def describe(hint: Any) -> str:
+    if isinstance(hint, types.GenericAlias):
+        return f"a tuple like ({describe(typing.get_args(hint)[0])}, ...)"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
+
+
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return found[0] if found else None

@@ -4,7 +4,9 @@ import signal
 import threading
 from types import FrameType
 
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the state is saved, the same command goes on
+
+class Interrupted(Exception):
+    """The run was asked to stop and saved its state; the same call goes on from there."""
 
 
 class StopRequest:

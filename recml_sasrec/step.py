@@ -28,12 +28,18 @@ class Metrics(NamedTuple):
     grad_norm: jax.Array  # float32, sum of the steps' global gradient norms
     tokens: jax.Array  # int32, real (not padding) input positions
     counts: heads.Counts  # of (position, item) pairs
+    bad_step: jax.Array  # int32, the first step whose loss or gradient was not finite, -1: none
 
     @classmethod
     def zeros(cls) -> "Metrics":
-        zero = jnp.zeros((), jnp.float32)
-        count = jnp.zeros((), jnp.int32)
-        return cls(count, zero, zero, count, heads.Counts.zeros())
+        return cls(
+            steps=jnp.zeros((), jnp.int32),
+            loss=jnp.zeros((), jnp.float32),
+            grad_norm=jnp.zeros((), jnp.float32),
+            tokens=jnp.zeros((), jnp.int32),
+            counts=heads.Counts.zeros(),
+            bad_step=jnp.full((), -1, jnp.int32),
+        )
 
 
 class TrainState(NamedTuple):
@@ -41,7 +47,6 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: optax.OptState
     metrics: Metrics
-    bad_step: jax.Array  # int32, the first step whose loss or gradient was not finite, -1: none
 
 
 def make_model(config: Config, num_items: int, mean_positives: float) -> tuple[nnx.GraphDef, Callable[[], SASRec]]:
@@ -62,7 +67,6 @@ def init_state(init_model: Callable[[], SASRec], optimizer: optax.GradientTransf
         params=params,
         opt_state=optimizer.init(params),
         metrics=Metrics.zeros(),
-        bad_step=jnp.full((), -1, jnp.int32),
     )
 
 
@@ -125,14 +129,9 @@ def make_train_step(
             grad_norm=state.metrics.grad_norm + grad_norm,
             tokens=state.metrics.tokens + jnp.sum(batch.segment_ids > 0, dtype=jnp.int32),
             counts=state.metrics.counts + counts,
+            bad_step=jnp.where((state.metrics.bad_step < 0) & ~finite, step, state.metrics.bad_step),
         )
-        return TrainState(
-            step=step,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            metrics=metrics,
-            bad_step=jnp.where((state.bad_step < 0) & ~finite, step, state.bad_step),
-        )
+        return TrainState(step, optax.apply_updates(state.params, updates), opt_state, metrics)
 
     return train_step
 
@@ -144,13 +143,10 @@ def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, scale: ja
     """
     micro_batches = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
 
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, part) 
-
     def body(carry, xs):
         micro_batch, micro_key = xs
         (loss, counts), grads = gradient(params, micro_batch, micro_key, scale)
-        return (carry[0] + loss, carry[1] + counts, add(carry[2], grads)), None
+        return (carry[0] + loss, carry[1] + counts, jax.tree.map(jnp.add, carry[2], grads)), None
 
     zeros = (jnp.zeros(()), heads.Counts.zeros(), jax.tree.map(jnp.zeros_like, params))
     (loss, counts, grads), _ = jax.lax.scan(body, zeros, (micro_batches, jax.random.split(key, parts)))
@@ -158,11 +154,11 @@ def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, scale: ja
 
 
 def make_encoder(graphdef: nnx.GraphDef) -> Callable[[Params, QueryBatch], jax.Array]:
-    """(params, query batch) -> hidden [Q, D] of each query's last event, without dropout."""
+    """(params, query batch) -> float32 hidden [Q, D] of each query's last event, without dropout."""
 
     def encode(params: Params, queries: QueryBatch) -> jax.Array:
         model = nnx.merge(graphdef, params)
         hidden = model(queries.items, queries.positions, queries.segment_ids)
-        return hidden[queries.rows, queries.columns]
+        return hidden[queries.rows, queries.columns].astype(jnp.float32)
 
     return encode

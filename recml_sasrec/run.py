@@ -1,0 +1,178 @@
+"""A config, its data and the model built for them: what training and evaluation both need."""
+
+import dataclasses
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from recml_sasrec import memory, optim, sharding
+from recml_sasrec.checkpoint import Checkpoints
+from recml_sasrec.config import Config
+from recml_sasrec.data.batch import Batch
+from recml_sasrec.data.loader import Data
+from recml_sasrec.preemption import Interrupted, StopRequest
+from recml_sasrec.ranking import evaluation
+from recml_sasrec.step import Params, TrainState, init_state, make_encoder, make_model, make_train_step
+from recml_sasrec.writers import RunLog
+
+log = logging.getLogger("recml_sasrec")
+
+
+@dataclass(slots=True)
+class Progress:
+    """What early stopping must remember across a restart."""
+
+    best: float = -math.inf
+    best_step: int = 0
+    worse: int = 0  # validations since the best one
+    stopped: bool = False
+    interrupted: bool = False  # a stop request cut the validation of this step short
+
+
+class Run:
+    """A config, its data and the model built for them."""
+
+    def __init__(self, config: Config, data: Data):
+        self.config, self.data = config, data
+        self.mesh = sharding.make_mesh()
+        self.row_sharding = sharding.by_row(self.mesh, config.train.batch_size)
+        self.mean_positives = data.mean_positives(config)
+        self.graphdef, self._init_model = make_model(config, data.store.num_items, self.mean_positives)
+        self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
+        self.schedule = optim.make_schedule(config.optimizer, config.train.steps)
+        replicated = sharding.replicated(self.mesh)
+        self._init = jax.jit(lambda: init_state(self._init_model, self.optimizer), out_shardings=replicated)
+        self.abstract_state: TrainState = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(self._init)
+        )
+        self._encode = jax.jit(make_encoder(self.graphdef))
+
+    def overview(self) -> str:
+        """The data and the model in three lines."""
+        store, config = self.data.store, self.config
+        counts = {name: sum(x.size for x in jax.tree.leaves(p)) for name, p in self.abstract_state.params.items()}
+        parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        return (
+            f"data: {store.num_users:,} users, {store.num_items:,} items, {len(store.items):,} events; "
+            f"{self.data.split.description}\n"
+            f"batches: {config.train.batch_size} rows x {config.data.length} positions, next {config.data.targets} events "
+            f"({self.mean_positives:.2f} distinct items a position), {self.data.steps_per_epoch(config):.1f} steps an epoch\n"
+            f"model: {sum(counts.values()):,} parameters ({parts})"
+        )
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """Batches on the devices, from a step on; close it when done."""
+        batches = self.data.train_batches(self.config, start_step)
+        try:
+            for batch in batches:
+                yield jax.device_put(batch, self.row_sharding)
+        finally:
+            batches.close()
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """The train step, compiled once, ahead of the loop; says what memory it needs and stops where it can't fit."""
+        config, B, N = self.config, self.config.train.batch_size, self.config.data.length
+        shapes = Batch(*(((B, N), np.int32),) * 3, ((B, N, config.data.targets), np.int32), ((B, N), np.float32))
+        batch = Batch(*(jax.ShapeDtypeStruct(s, d, sharding=self.row_sharding) for s, d in shapes))
+        step = jax.jit(
+            make_train_step(config, self.graphdef, self.optimizer),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state),
+        )
+        start = time.perf_counter()
+        compiled = step.lower(self.abstract_state, batch).compile()
+        device = self.mesh.devices.flat[0]
+        needed, words = memory.describe(compiled)
+        limit = memory.device_limit(device)
+        has = memory.size(limit) if limit else "an unknown amount"
+        log.info(
+            "step: compiled in %.1f s for %d x %s; needs %s a device, which has %s",
+            time.perf_counter() - start, self.mesh.size, device.device_kind, words, has,
+        )  # fmt: skip
+        memory.check_fits(needed, words, limit, config.head.name)
+        return compiled
+
+    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, Progress]:
+        """The newest checkpoint's state, or a fresh one."""
+        step = checkpoints.latest
+        if step is None:
+            return self._init(), Progress()
+        saved = checkpoints.info(step)
+        progress = Progress(**saved["progress"])
+        log.info("resuming from step %d", step)
+        return checkpoints.restore(step, self.abstract_state), progress
+
+    def info(self, progress: Progress) -> dict[str, Any]:
+        """What a checkpoint says of its run."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "vocabulary": self.data.store.vocabulary,
+            "progress": dataclasses.asdict(progress),
+        }
+
+    def validate(
+        self, params: Params, step: int, progress: Progress, run_log: RunLog, stop: StopRequest
+    ) -> dict[str, float] | None:
+        """Metrics on the validation split, noted in the progress; None where a stop was requested meanwhile."""
+        try:
+            metrics = self.evaluate(params, "validation", stop)
+        except evaluation.Stopped:
+            progress.interrupted = True
+            return None
+        progress.interrupted = False
+        run_log.write(step, {f"validation/{name}": value for name, value in metrics.items()})
+        name = self.config.evaluation.best_metric
+        value = metrics[name]
+        if value > progress.best:
+            progress.best, progress.best_step, progress.worse = value, step, 0
+        else:
+            progress.worse += 1
+        progress.stopped = 0 < self.config.evaluation.patience <= progress.worse
+        run_log.say(
+            f"step {step}: validation {name} {value:.4f} (best {progress.best:.4f} at step {progress.best_step})"
+        )
+        if progress.stopped:
+            run_log.say(f"stopping early: {progress.worse} validations without a better {name}")
+        return metrics
+
+    def evaluate(self, params: Params, which: str, stop: StopRequest) -> dict[str, float]:
+        """Metrics of the model by exact full ranking."""
+        return evaluation.evaluate(
+            self.config,
+            self.data,
+            lambda queries: self._encode(params, queries),
+            params["item_table"],
+            params.get("item_bias"),
+            which,
+            should_stop=lambda: bool(stop),
+        )
+
+    def final_evaluation(
+        self,
+        workdir: pathlib.Path,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+        which: str = "test",
+        step: int | None = None,
+    ) -> evaluation.Rows:
+        """Evaluates a checkpoint (the best one unless told) beside the baselines; prints and writes the table."""
+        step = checkpoints.best if step is None else step
+        assert step is not None
+        params = checkpoints.restore_params(step, self.abstract_state.params)
+        try:
+            rows = {"sasrec": self.evaluate(params, which, stop)}
+            rows |= evaluation.evaluate_baselines(self.config, self.data, which)
+        except evaluation.Stopped:
+            raise Interrupted(f"{stop.requested}: training is complete; the same command evaluates it") from None
+        protocol = evaluation.protocol(self.config, self.data, which) | {"checkpoint": f"step {step}"}
+        print(evaluation.format_table(protocol, rows), flush=True)
+        name = "evaluation.json" if which == "test" else f"evaluation_{which}.json"
+        evaluation.write_evaluation(workdir / name, protocol, rows)
+        return rows

@@ -1,0 +1,28 @@
+"""Trains a SASRec: python -m recml_sasrec.train --config configs/quickstart.py --workdir runs/quickstart"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from recml_sasrec import command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m recml_sasrec.train", description=__doc__)
+    command.add_config_flag(parser)
+    parser.add_argument(
+        "--workdir", required=True, help="folder of the run; one that holds a run of this config resumes it"
+    )
+
+    def train() -> None:
+        flags, overrides = command.parse(parser, argv)
+        config = command.config_of(flags, overrides)
+        from recml_sasrec import trainer
+
+        trainer.train(config, flags.workdir)
+
+    return command.run(train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

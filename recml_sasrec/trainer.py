@@ -1,0 +1,99 @@
+"""The training loop, from a config and a folder to a trained and evaluated model.
+
+Invariants of the loop:
+* the data of a step and its dropout depend on nothing but (seed, step), so a resumed run equals an uninterrupted one;
+* metrics are read one step after they were dispatched, never of the step just dispatched;
+* a checkpoint is written only of a state whose losses were all finite;
+* the test split is read once, after training, with the checkpoint that validation chose.
+"""
+
+import logging
+import os
+import pathlib
+
+from recml_sasrec import config as configs
+from recml_sasrec import config_file, run_folder
+from recml_sasrec.checkpoint import Checkpoints
+from recml_sasrec.config import Config
+from recml_sasrec.data.loader import open_data
+from recml_sasrec.meter import Meter
+from recml_sasrec.preemption import Interrupted, StopRequest
+from recml_sasrec.ranking.evaluation import Rows
+from recml_sasrec.run import Progress, Run
+from recml_sasrec.step import TrainState
+from recml_sasrec.writers import RunLog
+
+log = logging.getLogger("recml_sasrec")
+
+
+def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
+    """Trains, or goes on training, in a folder, and evaluates the best checkpoint on the test split.
+
+    Args:
+        config: the run's configuration.
+        workdir: the run's folder, made where it lacks; holding a run of the same config, that run is resumed.
+
+    Returns:
+        The rows of the evaluation, ``{"sasrec": {"ndcg@10": ...}, "most_pop": {...}, ...}``.
+
+    Raises:
+        ConfigError, DataError, MemoryLimitError, CheckpointError: what the user must mend, in one sentence.
+        Interrupted: SIGTERM or Ctrl-C came; the state is saved.
+        Diverged: the loss is not finite any more.
+    """
+    configs.validate(config)
+    workdir = pathlib.Path(workdir)
+    with run_folder.claimed(workdir), StopRequest() as stop:
+        data = open_data(config)
+        run_folder.adopt(workdir, config, data.store)
+        run = Run(config, data)
+        log.info("%s", run.overview())
+        with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints:
+            state, progress = run.restore(checkpoints)
+            if (int(state.step) < config.train.steps and not progress.stopped) or progress.interrupted:
+                with RunLog(workdir, int(state.step), config.train.steps) as run_log:
+                    fit(run, state, progress, checkpoints, run_log, stop)
+            checkpoints.wait()
+            return run.final_evaluation(workdir, checkpoints, stop)
+
+
+def fit(
+    run: Run,
+    state: TrainState,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    run_log: RunLog,
+    stop: StopRequest,
+) -> None:
+    """Steps from the state's step to the last one, logging, validating and checkpointing on the way."""
+    config, every = run.config, run.config.evaluation.every
+    train_step = run.compile_step()
+    run_log.text("config", f"```\n{config_file.to_json(config)}```")
+    step = int(state.step)
+    meter = Meter(run, run_log, step)
+    batches = run.batches(step)
+    try:
+        if progress.interrupted:
+            metrics = run.validate(state.params, step, progress, run_log, stop)
+            checkpoints.save(step, state, run.info(progress), metrics, overwrite=True)
+        while step < config.train.steps and not progress.stopped:
+            with meter.waiting():
+                batch = next(batches)
+            state = train_step(state, batch)
+            step += 1
+            meter.flush(checkpoints)
+            done = step == config.train.steps
+            if step % config.train.log_every == 0 or done:
+                state = meter.take(state, step)
+            validate = bool(every) and (step % every == 0 or done)
+            if validate or done or stop or step % config.checkpoint.every == 0:
+                meter.flush(checkpoints)
+                meter.check_finite(state.metrics, step, checkpoints)
+                with meter.paused():
+                    metrics = run.validate(state.params, step, progress, run_log, stop) if validate else None
+                    checkpoints.save(step, state, run.info(progress), metrics)
+            if stop:
+                checkpoints.wait()
+                raise Interrupted(f"{stop.requested}: saved step {step}; the same command goes on from there")
+    finally:
+        batches.close()

@@ -1,0 +1,101 @@
+"""Where the numbers of a run go: metrics.jsonl, TensorBoard and the console."""
+
+import datetime
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+Row = dict[str, Any]
+
+
+class RunLog:
+    """Writes rows of metrics; a context.
+
+    On a terminal a progress bar shows the last row; elsewhere each row is a plain line. Rows of steps after ``start``, left by a
+    run that was killed, are dropped from metrics.jsonl: the resumed run writes them again.
+
+    Args:
+        workdir: the run's folder.
+        start: steps already done.
+        total: steps of the whole run.
+    """
+
+    def __init__(self, workdir: pathlib.Path, start: int, total: int):
+        from tensorboardX import SummaryWriter
+
+        self.total = total
+        path = workdir / "metrics.jsonl"
+        drop_rows_after(path, start)
+        self._file = path.open("a")
+        self._tensorboard = SummaryWriter(str(workdir), purge_step=start + 1 if start else None)
+        self._bar = tqdm(total=total, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+        self._file.close()
+        self._tensorboard.close()
+
+    def text(self, name: str, text: str) -> None:
+        """Shows a text in TensorBoard, for example the config."""
+        self._tensorboard.add_text(name, text)
+
+    def write(self, step: int, row: Row) -> None:
+        """Adds a row to metrics.jsonl and TensorBoard."""
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+    def progress(self, step: int, row: Row) -> None:
+        """Shows a training row on the console."""
+        shown = {
+            "loss": f"{row['loss']:.4f}",
+            "precision": f"{row['precision']:.4f}",
+            "recall": f"{row['recall']:.4f}",
+            "tokens/s": f"{row['tokens_per_s']:,.0f}",
+            "data wait": f"{row['data_wait']:.1%}",
+        }
+        if self._bar.disable:
+            eta = datetime.timedelta(seconds=round(row["seconds_per_step"] * (self.total - step)))
+            numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {step}/{self.total} {step / self.total:4.0%}  {numbers}  eta {eta}", flush=True)
+        else:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(shown)
+
+    def say(self, line: str) -> None:
+        """A line on the console that leaves the progress bar whole."""
+        tqdm.write(line)
+        sys.stdout.flush()
+
+
+def drop_rows_after(path: pathlib.Path, step: int) -> None:
+    """Keeps the complete rows of a metrics file up to a step, replacing the file atomically."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a killed run
+        if row["step"] <= step:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept))
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that a reader, or a crash, sees the former content or the new one and nothing between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
