@@ -1,0 +1,233 @@
+"""The loader: a configuration's events as training batches (through Grain) and as queries to rank for."""
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from recml_sasrec.config import Config
+from recml_sasrec.data import queries, synthetic, yambda
+from recml_sasrec.data.batch import Batch, QueryBatch
+from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
+from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
+from recml_sasrec.data.split import Split, make_split
+from recml_sasrec.data.store import Store, build_store, source_fingerprint
+from recml_sasrec.data.windows import Windows, build_batch, make_windows
+
+Which = Literal["validation", "test"]
+_SAMPLED_BATCHES = 16
+_PREFETCH = 4  # batches ready ahead of the step
+
+
+def cache_folder(config: Config) -> str:
+    """Where stores and generated files go."""
+    folder = config.data.cache or os.environ.get("RECML_SASREC_CACHE") or "~/.cache/recml_sasrec"
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def open_store_of(config: Config) -> Store:
+    """Builds the store of the configuration's source in the cache, or opens it.
+
+    Raises:
+        DataError: whatever is wrong with the source.
+    """
+    data = config.data
+    path = os.path.expanduser(data.path)
+    if not path and data.source == "yambda":
+        path = yambda.download(data.yambda_size, data.yambda_format, data.yambda_event)
+    elif not path and data.source == "synthetic":
+        path = synthetic.cached_file(data.synthetic, cache_folder(config))
+    elif not path:
+        raise DataError(f"data.source={data.source!r} needs data.path; give it the file of events")
+    check_file(path)
+    if data.source == "table":
+        columns = (data.user_column, data.item_column, data.time_column)
+        fingerprint = source_fingerprint(path, source="table", columns=columns)
+        read = lambda: read_table(path, *columns)  # noqa: E731
+    elif data.source == "lines":
+        fingerprint = source_fingerprint(path, source="lines")
+        read = lambda: read_lines(path)  # noqa: E731
+    else:
+        fingerprint = source_fingerprint(path, source="yambda", min_played_ratio=data.min_played_ratio)
+        read = lambda: yambda.read_yambda(path, data.min_played_ratio)  # noqa: E731
+    name = os.path.basename(path).split(".")[0]
+    directory = os.path.join(cache_folder(config), "stores", f"{name}-{fingerprint[:16]}")
+    return build_store(read, directory, fingerprint, source=path)
+
+
+def open_data(config: Config) -> "Data":
+    """The data of a configuration: its store (built on first use), split and windows.
+
+    Raises:
+        DataError: whatever is wrong with the source or the split.
+    """
+    store = open_store_of(config)
+    if store.num_items < 2:
+        raise DataError(f"the data has {store.num_items} item but ranking needs at least 2 items; give more events")
+    return Data(store, make_split(store, config.split))
+
+
+class TrainBatches:
+    """Random access to training batches: element ``step`` is a pure function of (seed, step).
+
+    Rows follow a fixed pattern of window lengths. Each epoch permutes the windows of equal length over the slots of the
+    pattern, and the rows, so every window is used exactly once an epoch. Batch ``step`` holds the rows step*B ..
+    (step+1)*B - 1 of the endless sequence of epochs; a process builds only its share of them.
+    """
+
+    def __init__(
+        self, store: Store, windows: Windows, pattern: Pattern, config: Config, shard: tuple[int, int]
+    ) -> None:
+        index, count = shard
+        if config.train.batch_size % count:
+            raise DataError(f"train.batch_size {config.train.batch_size} can't be divided among {count} processes")
+        if config.train.batch_size > pattern.num_rows:
+            raise DataError(
+                f"train.batch_size {config.train.batch_size} is larger than the data: {len(windows.starts)} windows fill "
+                f"{pattern.num_rows} rows of {config.data.length} positions; lower train.batch_size to at most that"
+            )
+        self._store, self._windows, self._pattern, self._data = store, windows, pattern, config.data
+        self._seed, self._batch_size = config.train.seed, config.train.batch_size
+        self._rows = config.train.batch_size // count
+        self._first = index * self._rows
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, step: int) -> Batch:
+        row = step * self._batch_size + self._first + np.arange(self._rows)
+        epoch, row = np.divmod(row, self._pattern.num_rows)
+        parts = []
+        for number in range(int(epoch[0]), int(epoch[-1]) + 1):
+            windows, rows = self._permutations(number)
+            part = place(self._pattern, rows[row[epoch == number]])
+            parts.append((windows[part.rank], part.row + np.searchsorted(epoch, number), part.number))
+        rank, row, number = (np.concatenate(arrays).astype(np.int64) for arrays in zip(*parts, strict=True))
+        return build_batch(self._store, self._windows, Placement(rank, row, number), self._rows, self._data)
+
+    def _permutations(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(slot rank -> window, row -> row of the pattern) of an epoch; the two newest asked for are kept."""
+        with self._lock:
+            if epoch not in self._epochs:
+                rng = np.random.default_rng([self._seed, epoch])
+                count = len(self._windows.starts)
+                order = np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+                bounds = np.searchsorted(self._windows.lengths, np.arange(1, self._data.length + 2))
+                for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+                    rng.shuffle(order[first:last])
+                while len(self._epochs) > 1:
+                    del self._epochs[next(iter(self._epochs))]
+                self._epochs[epoch] = (order, rng.permutation(self._pattern.num_rows))
+            return self._epochs[epoch]
+
+
+class Data:
+    """An opened source: what the trainer and the evaluation read."""
+
+    def __init__(self, store: Store, split: Split) -> None:
+        self.store = store
+        self.split = split
+        self._windows: tuple[tuple, Windows, Pattern] | None = None
+
+    def train_batches(self, config: Config, start_step: int = 0, shard: tuple[int, int] = (0, 1)) -> "TrainIterator":
+        """Endless training batches from ``start_step`` on, prepared by a thread ahead of time; close it when done.
+
+        Args:
+            shard: (index of this process, number of processes); a process gets batch_size / processes rows.
+
+        Raises:
+            DataError: the batch is larger than the data.
+        """
+        return TrainIterator(self.train_source(config, shard), start_step)
+
+    def train_source(self, config: Config, shard: tuple[int, int] = (0, 1)) -> TrainBatches:
+        """The same batches by random access, without Grain and threads."""
+        windows, pattern = self._windows_of(config)
+        return TrainBatches(self.store, windows, pattern, config, shard)
+
+    def steps_per_epoch(self, config: Config) -> float:
+        """Steps in which every window is used once."""
+        return self._windows_of(config)[1].num_rows / config.train.batch_size
+
+    def tokens(self, config: Config) -> int:
+        """Real positions of an epoch."""
+        return int(self._windows_of(config)[0].lengths.sum(dtype=np.int64))
+
+    def fill(self, config: Config) -> float:
+        """Share of an epoch's positions that are real."""
+        return self.tokens(config) / (self._windows_of(config)[1].num_rows * config.data.length)
+
+    def mean_positives(self, config: Config) -> float:
+        """Mean number of targets of a weighted training position, over a sample of batches.
+
+        Raises:
+            DataError: no sampled position has a target within the horizon.
+        """
+        source = self.train_source(config)
+        last = int(np.ceil(self.steps_per_epoch(config)))
+        steps = np.unique(np.linspace(0, last, min(_SAMPLED_BATCHES, last), endpoint=False).astype(int))
+        positives = positions = 0.0
+        for step in steps:
+            batch = source[int(step)]
+            positives += int(np.count_nonzero(batch.targets >= 0))
+            positions += float(batch.weights.sum())
+        if not positions:
+            raise DataError(
+                f"no training position has a target within data.horizon {config.data.horizon} seconds; raise it"
+            )
+        return positives / positions
+
+    def query_batches(self, config: Config, which: Which) -> Iterator[QueryBatch]:
+        """The histories of all evaluated users in batches of one static shape; see ``queries.query_batches``."""
+        return queries.query_batches(self.store, self.split, which, config.data, config.evaluation.batch_users)
+
+    def num_queries(self, which: Which) -> int:
+        """Users with at least one target."""
+        return len(queries.evaluated_users(self.split, which))
+
+    def targets(self, which: Which, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """CSR (values int32, offsets int64): each user's target events with repeats, in time order."""
+        return queries.targets_of(self.store, self.split, which, users)
+
+    def seen(self, which: Which, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """CSR (values int32, offsets int64): the different items of each user's history, ascending."""
+        return queries.seen_of(self.store, self.split, which, users)
+
+    def _windows_of(self, config: Config) -> tuple[Windows, Pattern]:
+        data = config.data
+        key = (data.length, data.targets, data.horizon, data.windows, data.stride, data.pack)
+        if self._windows is None or self._windows[0] != key:
+            windows = make_windows(self.store, self.split, data)
+            self._windows = (key, windows, make_pattern(windows.lengths, data.length, data.pack))
+        return self._windows[1:]
+
+
+class TrainIterator:
+    """Batches in order through Grain: one record is one batch, read ahead by one thread."""
+
+    def __init__(self, source: TrainBatches, start_step: int) -> None:
+        import grain
+
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
+        self._iterator = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+        grain.experimental.set_next_index(self._iterator, start_step)
+
+    def __iter__(self) -> "TrainIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Ends the thread; the iterator can't be used any more."""
+        self._iterator.close()
+
+    def __enter__(self) -> "TrainIterator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

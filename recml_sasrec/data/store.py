@@ -1,0 +1,305 @@
+"""The store: an event log as memory-mapped arrays, users in order of their ids, events of a user in time order.
+
+Built once by two streaming passes over the source, renamed into place when complete. The arrays are .npy files and the
+raw ids Arrow files, so 4.6e9 events open in milliseconds and processes share pages.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from recml_sasrec.data.events import DataError, EventBatch
+from recml_sasrec.data.vocabulary import Collector, Encoder
+from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
+
+VERSION = 1
+_SORT_EVENTS = 1 << 22  # events sorted at once
+_MAX_IDS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened store; user u owns events offsets[u]:offsets[u+1]."""
+
+    items: np.ndarray  # int32 [E], dense item ids, a user's events in time order, ties in file order
+    timestamps: np.ndarray  # int64 [E], seconds
+    offsets: np.ndarray  # int64 [U+1]
+    num_users: int
+    num_items: int
+    has_time: bool  # false: the source had no times, timestamps are the row order of a user
+    fingerprint: str  # of the source and its filters
+    vocabulary: str  # fingerprint of the raw item ids
+    user_ids: pa.Array  # raw ids, int64 or large_string
+    item_ids: pa.Array
+    directory: str
+    first_time: int  # of all events
+    last_time: int
+
+    @property
+    def num_events(self) -> int:
+        return len(self.items)
+
+
+def source_fingerprint(path: str, **options: object) -> str:
+    """A hash of a source file (path, size, modification time), the reader's options and this module's version."""
+    stat = os.stat(path)
+    parts = {"path": os.path.abspath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "store": VERSION}
+    return hashlib.blake2b(json.dumps({**parts, **options}, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def open_store(directory: str) -> Store:
+    """Maps a store into memory.
+
+    Raises:
+        DataError: there is no store, or one of another version.
+    """
+    try:
+        with open(os.path.join(directory, "meta.json")) as file:
+            meta = json.load(file)
+        if meta["version"] != VERSION:
+            raise DataError(
+                f"store {directory!r} has version {meta['version']} but this program reads {VERSION}; delete it"
+            )
+        arrays = {
+            name: np.load(os.path.join(directory, f"{name}.npy"), mmap_mode="r")
+            for name in ("items", "timestamps", "offsets")
+        }
+        ids = {name: _read_ids(os.path.join(directory, f"{name}.arrow")) for name in ("user_ids", "item_ids")}
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{directory!r} holds no complete store; delete it and prepare the data again") from error
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"store {directory!r} is damaged; delete it and prepare the data again") from error
+    return Store(
+        **arrays,
+        **ids,
+        num_users=meta["num_users"],
+        num_items=meta["num_items"],
+        has_time=meta["has_time"],
+        fingerprint=meta["fingerprint"],
+        vocabulary=meta["vocabulary"],
+        directory=directory,
+        first_time=meta["first_time"],
+        last_time=meta["last_time"],
+    )
+
+
+def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, fingerprint: str, source: str = "") -> Store:
+    """Builds the store of a source, or opens the one that is there if its fingerprint matches.
+
+    ``read`` starts the stream of events and is called twice. Memory is proportional to the numbers of users and items and
+    to the longest history, not to the number of events. The store is made in a temporary folder beside ``directory``
+    and renamed into place, so it is there whole or not at all, also with several processes building it at once.
+
+    Raises:
+        DataError: no events, bad values, mixed types of ids, too little disk.
+    """
+    with contextlib.suppress(DataError):
+        store = open_store(directory)
+        if store.fingerprint == fingerprint:
+            return store
+    directory = os.path.abspath(directory)
+    parent, name = os.path.split(directory)
+    source = source or directory
+    try:
+        os.makedirs(parent, exist_ok=True)
+        remove_stale(parent, name)
+        work = os.path.join(parent, temporary_name(name))
+        os.mkdir(work)
+    except OSError as error:
+        raise DataError(f"folder {parent!r} can't be written ({error.strerror}); choose another data.cache") from error
+    try:
+        _build(read, work, fingerprint, source)
+        _put_in_place(work, directory, fingerprint)
+    except OSError as error:
+        raise DataError(
+            f"the store of {source!r} can't be written to {parent!r} ({error.strerror or error}); "
+            "free disk space or choose another data.cache"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return open_store(directory)
+
+
+def temporary_name(name: str) -> str:
+    """A name for work in progress on ``name``, which tells the process that does it."""
+    return f".{name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def remove_stale(parent: str, name: str) -> None:
+    """Removes what processes of this machine that no longer run have left behind for ``name``."""
+    prefix = f".{name}.tmp-{socket.gethostname()}-"
+    for entry in os.listdir(parent):
+        process = entry[len(prefix) :].split("-")[0]
+        if entry.startswith(prefix) and process.isdigit() and not _runs(int(process)):
+            path = os.path.join(parent, entry)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _put_in_place(work: str, directory: str, fingerprint: str) -> None:
+    for _ in range(10):  # another process may do the same at the same time
+        try:
+            os.rename(work, directory)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(DataError):
+            if open_store(directory).fingerprint == fingerprint:
+                return
+        old = os.path.join(os.path.dirname(directory), temporary_name(os.path.basename(directory)))
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(directory, old)
+            shutil.rmtree(old, ignore_errors=True)
+    raise DataError(f"store {directory!r} is being replaced by other processes; start again")
+
+
+def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str, source: str) -> None:
+    users, items = Collector("user"), Collector("item")
+    events, has_time = 0, True
+    for batch in read():
+        users.add(batch.user)
+        items.add(batch.item)
+        events += len(batch.user)
+        has_time = batch.timestamp is not None
+    if not events:
+        raise DataError(f"{source!r} has no events after its filters; give a file with at least two items")
+    user_ids, counts = users.finish()
+    item_ids, _ = items.finish()
+    for name, ids in (("users", user_ids), ("items", item_ids)):
+        if len(ids) > _MAX_IDS:
+            raise DataError(f"{source!r} has {len(ids)} {name}, over the limit {_MAX_IDS} (int32); use a part of it")
+    _write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
+    _write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
+    offsets = np.zeros(len(user_ids) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    np.save(os.path.join(work, "offsets.npy"), offsets)
+    item_map = _create(os.path.join(work, "items.npy"), events, np.int32)
+    time_map = _create(os.path.join(work, "timestamps.npy"), events, np.int64)
+    _scatter(read, Encoder(user_ids), Encoder(item_ids), offsets, item_map, time_map, source)
+    first, last = _sort_users(offsets, item_map, time_map, sort=has_time)
+    item_map.flush()
+    time_map.flush()
+    meta = {
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "source": source,
+        "num_users": len(user_ids),
+        "num_items": len(item_ids),
+        "num_events": events,
+        "has_time": has_time,
+        "first_time": first,
+        "last_time": last,
+        "vocabulary": vocabulary_fingerprint(item_ids),
+    }
+    with open(os.path.join(work, "meta.json"), "w") as file:
+        json.dump(meta, file, indent=1)
+
+
+def _create(path: str, length: int, dtype: type) -> np.memmap:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
+    if hasattr(os, "posix_fallocate"):  # a full disk is then an error here, not a bus error while writing
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    return array
+
+
+def _scatter(
+    read: Callable[[], Iterator[EventBatch]],
+    encode_user: Encoder,
+    encode_item: Encoder,
+    offsets: np.ndarray,
+    items: np.ndarray,
+    timestamps: np.ndarray,
+    source: str,
+) -> None:
+    """Writes each event to the next free place of its user: file order is kept."""
+    changed = DataError(f"{source!r} changed while it was read; wait until it is complete and start again")
+    cursor = offsets[:-1].copy()
+    for batch in read():
+        user, item = encode_user(batch.user), encode_item(batch.item)
+        n = len(user)
+        if n and (user.min() < 0 or item.min() < 0):
+            raise changed
+        # Sorting (user, row) as one number is several times faster than a stable argsort.
+        order = np.sort((user.astype(np.int64) << 32) | np.arange(n, dtype=np.int64))
+        user, order = order >> 32, order & 0xFFFFFFFF
+        starts = np.flatnonzero(np.r_[True, user[1:] != user[:-1]]) if n else np.zeros(0, np.int64)
+        lengths = np.diff(np.r_[starts, n])
+        owners = user[starts]
+        if np.any(cursor[owners] + lengths > offsets[owners + 1]):
+            raise changed
+        place = np.repeat(cursor[owners] - starts, lengths) + np.arange(n)
+        cursor[owners] += lengths
+        items[place] = item[order]
+        if batch.timestamp is None:
+            timestamps[place] = place - offsets[user]
+        else:
+            timestamps[place] = batch.timestamp.to_numpy(zero_copy_only=False)[order]
+    if not np.array_equal(cursor, offsets[1:]):
+        raise changed
+
+
+def user_chunks(offsets: np.ndarray, events: int) -> Iterator[tuple[int, int]]:
+    """Ranges of users with about ``events`` events each (a longer history is a range of its own)."""
+    first, num_users = 0, len(offsets) - 1
+    while first < num_users:
+        last = int(np.searchsorted(offsets, offsets[first] + events, side="right")) - 1
+        last = min(max(last, first + 1), num_users)
+        yield first, last
+        first = last
+
+
+def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, sort: bool) -> tuple[int, int]:
+    """Sorts each user's events by time, stably; returns the first and the last time of all."""
+    low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    for first, last in user_chunks(offsets, _SORT_EVENTS):
+        part = slice(int(offsets[first]), int(offsets[last]))
+        time = np.array(timestamps[part])
+        low, high = min(low, int(time.min())), max(high, int(time.max()))
+        if not sort:
+            continue
+        user = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(offsets[first : last + 1]))
+        if np.all((time[1:] >= time[:-1]) | (user[1:] != user[:-1])):
+            continue
+        order = np.lexsort((time, user))  # stable: file order inside a tie
+        timestamps[part] = time[order]
+        items[part] = np.asarray(items[part])[order]
+    return low, high
+
+
+def _write_ids(path: str, ids: pa.Array) -> None:
+    table = pa.table({"id": ids})
+    # One record batch, so that the mapped column is one contiguous array.
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=max(len(ids), 1))
+
+
+def _read_ids(path: str) -> pa.Array:
+    column = pa.ipc.open_file(pa.memory_map(path)).read_all().column("id")
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

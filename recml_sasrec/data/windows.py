@@ -1,0 +1,154 @@
+"""Windows: which events are inputs, and at each position the set of the next L events as targets."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recml_sasrec.config import DataConfig
+from recml_sasrec.data.batch import Batch
+from recml_sasrec.data.events import DataError
+from recml_sasrec.data.packing import Placement
+from recml_sasrec.data.split import Split
+from recml_sasrec.data.store import Store
+
+
+@dataclass(frozen=True)
+class Windows:
+    """W windows in order of length (then of user and time); inputs are events start : start + length."""
+
+    starts: np.ndarray  # int64 [W], event index
+    lengths: np.ndarray  # int32 [W], 1..N
+    tails: np.ndarray  # int32 [W], 1..L: events after the inputs that may be targets
+
+
+def make_windows(store: Store, split: Split, data: DataConfig) -> Windows:
+    """The training windows of every user.
+
+    A user with n train events has inputs 0..n-2, each with at least one later event. The last window ends at n-2, earlier ones
+    end ``stride`` events sooner (0: N), until one starts at the first event or none is left; ``windows="last"`` keeps the last.
+
+    Raises:
+        DataError: no user has two train events, or a horizon is asked of a source without times.
+    """
+    if data.horizon > 0 and not store.has_time:
+        raise DataError(
+            f"data.horizon {data.horizon} needs times but the source has none; set data.time_column or data.horizon=0"
+        )
+    n = split.train_end - split.train_start
+    users = np.flatnonzero(n >= 2)
+    if not users.size:
+        raise DataError(
+            f"no user has 2 training events (the longest training history has {int(n.max(initial=0))}); "
+            "give more events or move the split"
+        )
+    inputs = n[users] - 1
+    stride = data.stride or data.length
+    if data.windows == "last":
+        counts = np.ones(len(users), np.int64)
+    else:
+        more = -((data.length - inputs) // stride)  # ceil((inputs - N) / stride)
+        # With a stride over N the one before the last may end before the history begins.
+        counts = 1 + np.clip(more, 0, (inputs - 1) // stride)
+    owner = np.repeat(users, counts)
+    back = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(owner))  # 0 is a user's last window
+    last = split.train_end[owner]
+    ends = last - 1 - back * stride
+    starts = np.maximum(ends - data.length, split.train_start[owner])
+    lengths = (ends - starts).astype(np.int32)
+    tails = np.minimum(last - ends, data.targets).astype(np.int32)
+    order = np.argsort(lengths, kind="stable")
+    return Windows(starts[order], lengths[order], tails[order])
+
+
+def build_batch(store: Store, windows: Windows, placement: Placement, rows: int, data: DataConfig) -> Batch:
+    """Fills ``rows`` rows with the windows that the placement's ranks name; no Python loop over rows or windows.
+
+    Args:
+        placement: segments in order of row and column; its ``rank`` indexes ``windows``.
+    """
+    starts, lengths = windows.starts[placement.rank], windows.lengths[placement.rank].astype(np.int64)
+    # A slab is a window's inputs and the L events after them, -1 where the train range has ended.
+    slab_sizes = lengths + data.targets
+    slab_starts = np.cumsum(slab_sizes) - slab_sizes
+    total = int(slab_sizes.sum())
+    event = ranges(starts, slab_sizes)
+    np.minimum(event, store.num_events - 1, out=event)
+    slab = store.items.take(event)
+    tails = windows.tails[placement.rank]
+    slab[ranges(slab_starts + lengths + tails, data.targets - tails)] = -1
+    # targets_SL[s] are the entries s+1 .. s+L of the slabs. Its last L rows belong to no position, the last one is all -1.
+    targets_SL = np.full((total, data.targets), -1, np.int32)
+    targets_SL[: total - data.targets] = np.lib.stride_tricks.sliding_window_view(slab, data.targets)[1:]
+    _drop_repeats(slab, targets_SL)
+    if data.horizon > 0:
+        _drop_late(store.timestamps.take(event), targets_SL, data.horizon)
+
+    source = np.full(rows * data.length, total - 1)
+    layout = lay_out(lengths, placement, rows, data)
+    source[layout.flat] = ranges(slab_starts, lengths)
+    items = np.where(layout.segment_ids > 0, slab.take(source).reshape(rows, -1), 0)
+    targets = targets_SL.take(source, axis=0).reshape(rows, data.length, data.targets)
+    if data.horizon > 0:  # the next event may be too late, and then so are all after it
+        weights = (targets[:, :, 0] >= 0).astype(np.float32)
+    else:
+        weights = (layout.segment_ids > 0).astype(np.float32)
+    return Batch(items, layout.positions, layout.segment_ids, targets, weights)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where segments lie in a batch of rows."""
+
+    flat: np.ndarray  # int64 [T], row * N + column of each real position, segment after segment
+    ends: np.ndarray  # int64 [n], row * N + column of each segment's last position
+    positions: np.ndarray  # int32 [B, N]
+    segment_ids: np.ndarray  # int32 [B, N]
+
+
+def lay_out(lengths: np.ndarray, placement: Placement, rows: int, data: DataConfig) -> Layout:
+    """Places segments of ``lengths`` (int64 [n]) one after the other in the rows of the placement."""
+    before = np.cumsum(lengths) - lengths
+    row_first = placement.number == 0
+    row_start = before[row_first][np.cumsum(row_first) - 1] if len(before) else before
+    first = placement.row * data.length + before - row_start
+    flat = ranges(first, lengths)
+    positions = np.zeros(rows * data.length, np.int32)
+    segment_ids = np.zeros(rows * data.length, np.int32)
+    segment_ids[flat] = np.repeat((placement.number + 1).astype(np.int32), lengths)
+    if data.position_order == "newest_first":
+        positions[flat] = np.repeat((first + lengths - 1).astype(np.int64), lengths) - flat
+    else:
+        positions[flat] = flat - np.repeat(first, lengths)
+    shape = (rows, data.length)
+    return Layout(flat, first + lengths - 1, positions.reshape(shape), segment_ids.reshape(shape))
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64: starts[0], starts[0]+1, ... (sizes[0] of them), then those of starts[1], and so on."""
+    sizes = sizes.astype(np.int64)
+    ends = np.cumsum(sizes)
+    return np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
+
+
+def _drop_repeats(slab: np.ndarray, targets_SL: np.ndarray) -> None:
+    """Keeps an item's first occurrence in each row of targets."""
+    n_targets = targets_SL.shape[1]
+    distance = np.full(len(slab), n_targets, np.int32)  # to the previous equal entry
+    for d in range(n_targets - 1, 0, -1):
+        equal = np.flatnonzero(slab[d:] == slab[:-d])
+        distance[equal + d] = d
+    entry = np.flatnonzero((distance < n_targets) & (slab >= 0))
+    distance = distance[entry]
+    flat = targets_SL.reshape(-1)
+    for slot in range(1, n_targets):
+        # Entry j is in slot l of row j-1-l, and so is the equal one before it if that is at most l away. A negative row is
+        # one of the last L, which belong to no position; so is a row of the slab before.
+        repeated = entry[distance <= slot]
+        flat[(repeated - 1 - slot) * n_targets + slot] = -1
+
+
+def _drop_late(times: np.ndarray, targets_SL: np.ndarray, horizon: int) -> None:
+    """Removes targets more than ``horizon`` seconds after their position."""
+    for slot in range(targets_SL.shape[1]):
+        late = times[1 + slot :] - times[: -1 - slot] > horizon
+        targets_SL[: len(late), slot][late] = -1
