@@ -1,0 +1,136 @@
+"""A config can be overridden, saved and compared, and what is wrong with it is said in one sentence."""
+
+import pathlib
+
+import pytest
+
+from recml_sasrec.config import Config, ConfigError, first_difference, get_field, validate
+from recml_sasrec.config_file import from_json, load_config, set_field, to_json
+
+CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py"))
+
+
+def quickstart(*overrides: str) -> Config:
+    return load_config(str(CONFIGS[0].with_name("quickstart.py")), overrides)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_is_valid_and_survives_json(path):
+    config = load_config(str(path))
+    assert from_json(to_json(config)) == config
+
+
+def test_yambda50m_holds_to_the_published_protocol():
+    config = load_config(str(CONFIGS[0].with_name("yambda50m.py")))
+    split = config.split
+    assert (config.data.length, config.data.targets, config.train.batch_size) == (256, 8, 64)
+    assert split.test_start == 25_913_600
+    assert split.test_start - split.gap == 25_911_800  # end of validation
+    assert split.test_start - split.gap - split.validation_length == 25_825_400  # its start
+    assert split.test_start - 2 * split.gap - split.validation_length == 25_823_600  # end of training
+    assert not config.evaluation.filter_seen
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("optimizer.learning_rate=3e-4", "optimizer.learning_rate", 3e-4),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
+        ("train.steps=1e3", "train.steps", 1000),
+        ("data.pack=false", "data.pack", False),
+        ("head.name=dense_bce", "head.name", "dense_bce"),
+        ("evaluation.ks=(5,10)", "evaluation.ks", (5, 10)),
+        ("evaluation.ks=10", "evaluation.ks", (10,)),
+        ("data.path=a=b.csv", "data.path", "a=b.csv"),
+    ],
+)
+def test_overrides_take_the_type_of_their_field(override, name, value):
+    found = get_field(quickstart(override), name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer.learning_rat=1", "did you mean config.optimizer.learning_rate?"),
+        ("optimiser.learning_rate=1", "did you mean config.optimizer.learning_rate?"),
+        ("learning_rate=1", "did you mean config.optimizer.learning_rate?"),
+        ("model=3", "is a section"),
+        ("model.width.x=3", "is a field"),
+        ("train.steps=1.5", "is not a whole number"),
+        ("train.steps=inf", "is not a whole number"),
+        ("train.steps=many", "is not a whole number"),
+        ("train.steps=True", "is not a whole number"),
+        ("optimizer.learning_rate=fast", "is not a number"),
+        ("data.pack=perhaps", "write true or false"),
+        ("head.name=cut_bc", "did you mean 'cut_bce'?"),
+        ("evaluation.ks=(1.5,)", "is not a whole number"),
+        ("train.steps", "has no value"),
+        ("train.steps=0", "must be at least 1"),
+        ("optimizer.learning_rate=0", "must be above 0"),
+        ("optimizer.learning_rate=1e400", "must be above 0 and finite"),
+        ("model.dropout=1", "below 1"),
+        ("model.heads=3", "the nearest width is 63"),
+        ("train.accumulate=5", "not a multiple"),
+        ("data.stride=60", "would skip events"),
+        ("data.source=table", "needs config.data.path"),
+        ("evaluation.best_metric=ndgc@10", "did you mean ndcg@10?"),
+        ("evaluation.best_metric=ndcg@7", "did you mean ndcg@"),
+        ("evaluation.ks=()", "list lengths"),
+        ("split.validation_length=0", "leaves no validation events"),
+        ("split.test_start=0", "needs config.split.test_start"),
+    ],
+)
+def test_a_wrong_override_gets_one_sentence_that_names_the_field(override, sentence):
+    with pytest.raises(ConfigError) as error:
+        quickstart(override)
+    message = str(error.value)
+    assert sentence in message and "\n" not in message
+    assert "config." in message or override in message
+
+
+def test_fields_that_need_times_are_refused_where_there_are_none():
+    for fields in ({"split.kind": "temporal"}, {"data.horizon": "10", "split.kind": "leave_last"}):
+        config = Config()
+        config.data.source, config.data.path, config.split.test_start = "lines", "x", 1
+        for name, value in fields.items():
+            set_field(config, name, value)
+        with pytest.raises(ConfigError, match="needs times"):
+            validate(config)
+
+
+def test_a_missing_config_file_names_the_nearest_one():
+    with pytest.raises(ConfigError, match="did you mean '.*quickstart.py'"):
+        load_config(str(CONFIGS[0].with_name("quickstrat.py")))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def get_config():\n    return 3", "returned int"),
+        ("def get_conf():\n    pass", "AttributeError"),
+        ("def get_config(:", "SyntaxError"),
+        (
+            "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    c.train.steps = 'ten'\n    return c",
+            "config.train.steps='ten' is not a whole number",
+        ),
+        (
+            "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    c.train.step = 10\n    return c",
+            "AttributeError",
+        ),
+    ],
+)
+def test_a_faulty_config_file_is_named_with_its_fault(tmp_path, text, sentence):
+    path = tmp_path / "faulty.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_first_difference_leaves_out_what_it_is_told_to():
+    a, b = Config(), Config()
+    b.train.steps, b.model.width = 7, 128
+    assert first_difference(a, b) == "model.width"
+    assert first_difference(a, b, but=("model.",)) == "train.steps"
+    assert first_difference(a, b, but=("model.", "train.steps")) is None
