@@ -40,9 +40,9 @@ class EventBatch(NamedTuple):
 def read_table(path: str, user_column: str, item_column: str, time_column: str) -> Iterator[EventBatch]:
     """Streams an interaction table: parquet, or delimited text (CSV, TSV, RecBole ``.inter``), also gzipped.
 
-    Columns may be named with or without RecBole's ``:type`` suffix. An empty ``time_column`` means that the rows of each
-    user are already in time order. Fractions of a second are dropped (floor); dates and datetimes become seconds since
-    1970. Ids in text are integers where the whole column is, else strings.
+    Columns may be named with or without RecBole's ``:type`` suffix. An empty ``time_column`` means that the rows of
+    each user are already in time order. Fractions of a second are dropped (floor); dates and datetimes become seconds
+    since 1970. Ids in text are integers where the whole column is, else strings.
 
     Raises:
         DataError: a missing file or column, a broken file, or a null, negative or overflowing value.

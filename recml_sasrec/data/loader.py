@@ -1,5 +1,6 @@
 """The loader: a configuration's events as training batches (through Grain) and as queries to rank for."""
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -85,8 +86,8 @@ class TrainBatches:
             raise DataError(f"train.batch_size {config.train.batch_size} can't be divided among {count} processes")
         if config.train.batch_size > pattern.num_rows:
             raise DataError(
-                f"train.batch_size {config.train.batch_size} is larger than the data: {len(windows.starts)} windows fill "
-                f"{pattern.num_rows} rows of {config.data.length} positions; lower train.batch_size to at most that"
+                f"train.batch_size {config.train.batch_size} is larger than the data: {len(windows.starts)} windows "
+                f"fill {pattern.num_rows} rows of {config.data.length} positions; lower it to at most that"
             )
         self._store, self._windows, self._pattern, self._data = store, windows, pattern, config.data
         self._seed, self._batch_size = config.train.seed, config.train.batch_size
@@ -99,15 +100,14 @@ class TrainBatches:
         return 1 << 40
 
     def __getitem__(self, step: int) -> Batch:
-        row = step * self._batch_size + self._first + np.arange(self._rows)
-        epoch, row = np.divmod(row, self._pattern.num_rows)
+        epoch, row = np.divmod(step * self._batch_size + self._first + np.arange(self._rows), self._pattern.num_rows)
         parts = []
         for number in range(int(epoch[0]), int(epoch[-1]) + 1):
             windows, rows = self._permutations(number)
             part = place(self._pattern, rows[row[epoch == number]])
             parts.append((windows[part.rank], part.row + np.searchsorted(epoch, number), part.number))
-        rank, row, number = (np.concatenate(arrays).astype(np.int64) for arrays in zip(*parts, strict=True))
-        return build_batch(self._store, self._windows, Placement(rank, row, number), self._rows, self._data)
+        placement = Placement(*(np.concatenate(arrays).astype(np.int64) for arrays in zip(*parts, strict=True)))
+        return build_batch(self._store, self._windows, placement, self._rows, self._data)
 
     def _permutations(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(slot rank -> window, row -> row of the pattern) of an epoch; the two newest asked for are kept."""
@@ -117,7 +117,7 @@ class TrainBatches:
                 count = len(self._windows.starts)
                 order = np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
                 bounds = np.searchsorted(self._windows.lengths, np.arange(1, self._data.length + 2))
-                for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+                for first, last in itertools.pairwise(bounds):
                     rng.shuffle(order[first:last])
                 while len(self._epochs) > 1:
                     del self._epochs[next(iter(self._epochs))]

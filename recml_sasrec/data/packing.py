@@ -34,34 +34,30 @@ def best_fit(counts: np.ndarray, capacity: int) -> list[tuple[tuple[int, ...], i
             if left == 0:
                 break
             # Rows without a segment are the last resort, and there is no end of them.
+            waiting: list[tuple[tuple[int, ...], int]]
             waiting = groups.pop(free, []) if free < capacity else [((), left)]
             while waiting and left:
                 pattern, rows = waiting.pop()
                 fit = free // length  # a row stays the best fit until it can take no more of this length
                 full = min(rows, left // fit)
-                if full:
-                    groups[free - fit * length].append((pattern + (length,) * fit, full))
-                    left -= full * fit
-                rows -= full
-                if rows and 0 < left < fit:
-                    groups[free - left * length].append((pattern + (length,) * left, 1))
-                    left, rows = 0, rows - 1
-                if rows and pattern:
-                    waiting.append((pattern, rows))
-                    if left:
-                        continue
-            if waiting:
+                part = left % fit if full < rows else 0
+                left -= full * fit + part
+                for slots, number in ((fit, full), (part, min(part, 1)), (0, rows - full - min(part, 1))):
+                    if number and (pattern or slots):
+                        groups[free - slots * length].append((pattern + (length,) * slots, number))
+            if waiting and free < capacity:
                 groups[free].extend(waiting)
-    return [group for free in sorted(groups) for group in groups[free] if group[1]]
+    return [group for free in sorted(groups) for group in groups[free]]
 
 
 def make_pattern(lengths: np.ndarray, capacity: int, pack: bool) -> Pattern:
     """The rows that hold one slot for each of ``lengths`` (each in 1..capacity); without packing one slot a row."""
     counts = np.bincount(lengths, minlength=capacity + 1)
+    groups: list[tuple[tuple[int, ...], int]]
     if pack:
         groups = best_fit(counts, capacity)
     else:
-        groups = [((length,), int(counts[length])) for length in np.flatnonzero(counts)]
+        groups = [((int(length),), int(counts[length])) for length in np.flatnonzero(counts)]
     total = int(counts.sum())
     kind = np.int32 if total < 2**31 else np.int64
     slot_lengths = np.concatenate(

@@ -71,11 +71,11 @@ def query_batches(store: Store, split: Split, which: str, data: DataConfig, batc
         index = order[part.rank]
         layout = lay_out(lengths[index], part, rows, data)
         items = np.zeros(rows * data.length, np.int32)
-        items[layout.flat] = store.items[ranges(end[index] - lengths[index], lengths[index])]
+        items[layout.segment_ids.ravel() > 0] = store.items[ranges(end[index] - lengths[index], lengths[index])]
         query_rows, columns = np.zeros((2, queries), np.int32)
         query_users = np.full(queries, -1, np.int64)
         n = len(index)
-        query_rows[:n], columns[:n] = np.divmod(layout.ends, data.length)
+        query_rows[:n], columns[:n] = np.divmod(layout.last, data.length)
         query_users[:n] = users[index]
         yield QueryBatch(
             items.reshape(rows, -1), layout.positions, layout.segment_ids, query_rows, columns, query_users

@@ -13,7 +13,7 @@ _SCAN_EVENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Split:
-    """Half-open ranges of event indices, all int64 [U]; the history given to the model is [train_start, *_history_end)."""
+    """Half-open ranges of event indices, all int64 [U]; a history is [train_start, *_history_end)."""
 
     train_start: np.ndarray
     train_end: np.ndarray
@@ -34,9 +34,10 @@ def make_split(store: Store, split: SplitConfig) -> Split:
 def split_temporal(store: Store, split: SplitConfig) -> Split:
     """Global temporal split (Yambda, arXiv 2505.22238): one clock for all users, half-open intervals.
 
-    test = [test_start, test_start + test_length); validation, if it has a length, the ``validation_length`` seconds that end
-    ``gap`` before test_start; train = everything until ``gap`` before the first of these. Events in a gap before the test are
-    in the test history, but no target. A user without training events is not evaluated.
+    test = [test_start, test_start + test_length); validation, if it has a length, the ``validation_length`` seconds
+    that end ``gap`` before test_start; train = everything until ``gap`` before the first of these. The test history
+    ends ``gap`` before test_start too: it holds the validation's events. A user without training events is not
+    evaluated.
 
     Raises:
         DataError: the source has no times, or train, validation or test have no events.
@@ -88,10 +89,10 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
 
 
 def split_leave_last(store: Store, split: SplitConfig) -> Split:
-    """Leave-last-n: a user's last ``test_last`` events are the test, the ``validation_last`` before them the validation.
+    """Leave-last-n: a user's last ``test_last`` events are the test, the ``validation_last`` before them validation.
 
-    A history too short to leave one event for training (fewer than test_last + validation_last + 1) is trained on whole and
-    not evaluated. The test history is everything before the test, the validation's targets included.
+    A history too short to leave one event for training (fewer than test_last + validation_last + 1) is trained on
+    whole and not evaluated. The test history is everything before the test, the validation's targets included.
 
     Raises:
         DataError: nobody has a history long enough to be evaluated.
@@ -101,8 +102,8 @@ def split_leave_last(store: Store, split: SplitConfig) -> Split:
     enough = end - start > held_out
     if held_out and not enough.any():
         raise DataError(
-            f"the longest history has {int((end - start).max())} events but leaving out {split.test_last} for test and "
-            f"{split.validation_last} for validation needs {held_out + 1}; lower split.test_last or split.validation_last"
+            f"the longest history has {int((end - start).max())} events but leaving out {split.test_last} for test "
+            f"and {split.validation_last} for validation needs {held_out + 1}; lower split.test_last"
         )
     test_start = np.where(enough, end - split.test_last, end)
     train_end = np.where(enough, end - held_out, end)

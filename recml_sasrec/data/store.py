@@ -71,7 +71,7 @@ def open_store(directory: str) -> Store:
                 f"store {directory!r} has version {meta['version']} but this program reads {VERSION}; delete it"
             )
         arrays = {
-            name: np.load(os.path.join(directory, f"{name}.npy"), mmap_mode="r")
+            name: np.load(os.path.join(directory, f"{name}.npy"), mmap_mode="r").view(np.ndarray)
             for name in ("items", "timestamps", "offsets")
         }
         ids = {name: _read_ids(os.path.join(directory, f"{name}.arrow")) for name in ("user_ids", "item_ids")}
@@ -98,9 +98,10 @@ def open_store(directory: str) -> Store:
 def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, fingerprint: str, source: str = "") -> Store:
     """Builds the store of a source, or opens the one that is there if its fingerprint matches.
 
-    ``read`` starts the stream of events and is called twice. Memory is proportional to the numbers of users and items and
-    to the longest history, not to the number of events. The store is made in a temporary folder beside ``directory``
-    and renamed into place, so it is there whole or not at all, also with several processes building it at once.
+    ``read`` starts the stream of events and is called twice. Memory is proportional to the numbers of users and
+    items and to the longest history, not to the number of events. The store is made in a temporary folder beside
+    ``directory`` and renamed into place, so it is there whole or not at all, also with several processes building it
+    at once.
 
     Raises:
         DataError: no events, bad values, mixed types of ids, too little disk.

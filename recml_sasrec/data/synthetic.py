@@ -1,8 +1,8 @@
 """A seeded generator of Yambda-shaped listens, for the embedded default and for tests.
 
-Shares follow the published statistics of Yambda (arXiv 2505.22238): log-normal histories, repeats, popularity skew, zero
-gaps, played ratios, growing activity. The sequence can be learned: items form albums, users play runs of an album's tracks
-in order, return to albums they know, and have favourite genres.
+Shares follow the published statistics of Yambda (arXiv 2505.22238): log-normal histories, repeats, popularity skew,
+zero gaps, played ratios, growing activity. The sequence can be learned: items form albums, users play runs of an
+album's tracks in order, return to albums they know, and have favourite genres.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def _times(rng: np.random.Generator, counts: np.ndarray, user: np.ndarray) -> np
 
 
 def _ratios(rng: np.random.Generator, noise: np.ndarray) -> pa.Array:
-    """Played ratios with Yambda's shares (0: 7.4 %, 1-49: 29.2 %, 50-99: 8 %, 100: 55 %, more: .5 %); a few are null."""
+    """Played ratios in Yambda's shares (0: 7.4 %, 1-49: 29.2 %, 50-99: 8 %, 100: 55 %, over: .5 %), a few null."""
     total = len(noise)
     # Nine in ten of what breaks a run is skipped, the rest of the skips fall on the other events.
     low = rng.random(total) < np.where(noise, 0.9, (0.366 - 0.9 * NOISE) / (1 - NOISE))

@@ -26,7 +26,8 @@ class Collector:
         first = self._merged or (self._pending[0] if self._pending else None)
         if first is not None and first[0].type != ids.type:
             raise DataError(
-                f"the {self._name} ids are {first[0].type} in one place and {ids.type} in another; convert them to one type"
+                f"the {self._name} ids are {first[0].type} in one place and {ids.type} in another; "
+                "convert them to one type"
             )
         counted = pc.value_counts(ids)
         values, counts = counted.field(0), counted.field(1).to_numpy(zero_copy_only=False)

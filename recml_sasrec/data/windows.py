@@ -1,5 +1,6 @@
 """Windows: which events are inputs, and at each position the set of the next L events as targets."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +25,9 @@ class Windows:
 def make_windows(store: Store, split: Split, data: DataConfig) -> Windows:
     """The training windows of every user.
 
-    A user with n train events has inputs 0..n-2, each with at least one later event. The last window ends at n-2, earlier ones
-    end ``stride`` events sooner (0: N), until one starts at the first event or none is left; ``windows="last"`` keeps the last.
+    A user with n train events has inputs 0..n-2, each with at least one later event. The last window ends at n-2,
+    earlier ones end ``stride`` events sooner (0: N), until one starts at the first event or none is left;
+    ``windows="last"`` keeps the last.
 
     Raises:
         DataError: no user has two train events, or a horizon is asked of a source without times.
@@ -66,27 +68,33 @@ def build_batch(store: Store, windows: Windows, placement: Placement, rows: int,
     Args:
         placement: segments in order of row and column; its ``rank`` indexes ``windows``.
     """
-    starts, lengths = windows.starts[placement.rank], windows.lengths[placement.rank].astype(np.int64)
-    # A slab is a window's inputs and the L events after them, -1 where the train range has ended.
-    slab_sizes = lengths + data.targets
+    lengths = windows.lengths[placement.rank].astype(np.int64)
+    layout = lay_out(lengths, placement, rows, data)
+    starts = np.zeros(len(layout.sizes), np.int64)
+    starts[layout.real] = windows.starts[placement.rank]
+    tails = np.full(len(layout.sizes), -1, np.int64)
+    tails[layout.real] = windows.tails[placement.rank]
+    # A slab is a window's inputs and the L events after them, -1 where the train range has ended. Padding has one too,
+    # of -1 alone: then all that follows is the same for every position.
+    slab_sizes = layout.sizes + data.targets
     slab_starts = np.cumsum(slab_sizes) - slab_sizes
-    total = int(slab_sizes.sum())
     event = ranges(starts, slab_sizes)
-    np.minimum(event, store.num_events - 1, out=event)
+    if (starts + slab_sizes).max() > store.num_events:
+        np.minimum(event, store.num_events - 1, out=event)
     slab = store.items.take(event)
-    tails = windows.tails[placement.rank]
-    slab[ranges(slab_starts + lengths + tails, data.targets - tails)] = -1
-    # targets_SL[s] are the entries s+1 .. s+L of the slabs. Its last L rows belong to no position, the last one is all -1.
-    targets_SL = np.full((total, data.targets), -1, np.int32)
-    targets_SL[: total - data.targets] = np.lib.stride_tricks.sliding_window_view(slab, data.targets)[1:]
+    known = np.where(tails < 0, 0, layout.sizes + tails)
+    slab[ranges(slab_starts + known, slab_sizes - known)] = -1
+    # targets_SL[s] are the entries s+1 .. s+L of the slabs; the last L rows of a slab belong to no position.
+    targets_SL = np.empty((len(slab), data.targets), np.int32)
+    targets_SL[-data.targets :] = -1
+    targets_SL[: -data.targets] = _sliding(slab[1:], data.targets)
     _drop_repeats(slab, targets_SL)
     if data.horizon > 0:
         _drop_late(store.timestamps.take(event), targets_SL, data.horizon)
 
-    source = np.full(rows * data.length, total - 1)
-    layout = lay_out(lengths, placement, rows, data)
-    source[layout.flat] = ranges(slab_starts, lengths)
-    items = np.where(layout.segment_ids > 0, slab.take(source).reshape(rows, -1), 0)
+    source = ranges(slab_starts, layout.sizes)
+    items = slab.take(source).reshape(rows, data.length)
+    np.maximum(items, 0, out=items)
     targets = targets_SL.take(source, axis=0).reshape(rows, data.length, data.targets)
     if data.horizon > 0:  # the next event may be too late, and then so are all after it
         weights = (targets[:, :, 0] >= 0).astype(np.float32)
@@ -97,52 +105,73 @@ def build_batch(store: Store, windows: Windows, placement: Placement, rows: int,
 
 @dataclass(frozen=True)
 class Layout:
-    """Where segments lie in a batch of rows."""
+    """Segments laid one after the other in rows, each row ended by a padding segment (which may be empty)."""
 
-    flat: np.ndarray  # int64 [T], row * N + column of each real position, segment after segment
-    ends: np.ndarray  # int64 [n], row * N + column of each segment's last position
+    sizes: np.ndarray  # int64 [n+B], of the segments and the paddings in order; their sum is B * N
+    real: np.ndarray  # int64 [n], which of these are segments
+    last: np.ndarray  # int64 [n], row * N + column of each segment's last position
     positions: np.ndarray  # int32 [B, N]
     segment_ids: np.ndarray  # int32 [B, N]
 
 
 def lay_out(lengths: np.ndarray, placement: Placement, rows: int, data: DataConfig) -> Layout:
     """Places segments of ``lengths`` (int64 [n]) one after the other in the rows of the placement."""
-    before = np.cumsum(lengths) - lengths
-    row_first = placement.number == 0
-    row_start = before[row_first][np.cumsum(row_first) - 1] if len(before) else before
-    first = placement.row * data.length + before - row_start
-    flat = ranges(first, lengths)
-    positions = np.zeros(rows * data.length, np.int32)
-    segment_ids = np.zeros(rows * data.length, np.int32)
-    segment_ids[flat] = np.repeat((placement.number + 1).astype(np.int32), lengths)
+    n = len(lengths)
+    used = np.bincount(placement.row, weights=lengths, minlength=rows).astype(np.int64)
+    real = np.arange(n) + placement.row  # each row before has added a padding
+    sizes = np.empty(n + rows, np.int64)
+    sizes[real] = lengths
+    sizes[np.cumsum(np.bincount(placement.row, minlength=rows)) + np.arange(rows)] = data.length - used
+    numbers = np.zeros(n + rows, np.int32)
+    numbers[real] = placement.number + 1
+    segment_ids = np.repeat(numbers, sizes)
+    ends = np.cumsum(sizes)
     if data.position_order == "newest_first":
-        positions[flat] = np.repeat((first + lengths - 1).astype(np.int64), lengths) - flat
+        positions = np.repeat(ends.astype(np.int32) - 1, sizes)
+        positions -= _arange(len(positions))
     else:
-        positions[flat] = flat - np.repeat(first, lengths)
+        positions = np.repeat((sizes - ends).astype(np.int32), sizes)
+        positions += _arange(len(positions))
+    if n * data.length and used.min() < data.length:
+        positions *= segment_ids > 0
     shape = (rows, data.length)
-    return Layout(flat, first + lengths - 1, positions.reshape(shape), segment_ids.reshape(shape))
+    return Layout(sizes, real, ends[real] - 1, positions.reshape(shape), segment_ids.reshape(shape))
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """int64: starts[0], starts[0]+1, ... (sizes[0] of them), then those of starts[1], and so on."""
-    sizes = sizes.astype(np.int64)
     ends = np.cumsum(sizes)
-    return np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
+    result = np.repeat(starts - (ends - sizes), sizes)
+    result += np.arange(len(result))
+    return result
+
+
+def _sliding(array: np.ndarray, width: int) -> np.ndarray:
+    """sliding_window_view of one dimension, without the checks that cost more than a small batch's copy."""
+    return np.ndarray((len(array) - width + 1, width), array.dtype, array, 0, (array.itemsize, array.itemsize))
+
+
+@functools.lru_cache(maxsize=4)
+def _arange(size: int) -> np.ndarray:
+    return np.arange(size, dtype=np.int32)
 
 
 def _drop_repeats(slab: np.ndarray, targets_SL: np.ndarray) -> None:
     """Keeps an item's first occurrence in each row of targets."""
     n_targets = targets_SL.shape[1]
-    distance = np.full(len(slab), n_targets, np.int32)  # to the previous equal entry
+    distance: np.ndarray = np.full(
+        len(slab), n_targets, np.uint8 if n_targets < 256 else np.int32
+    )  # to the previous equal entry
     for d in range(n_targets - 1, 0, -1):
         equal = np.flatnonzero(slab[d:] == slab[:-d])
         distance[equal + d] = d
-    entry = np.flatnonzero((distance < n_targets) & (slab >= 0))
+    entry = np.flatnonzero(distance < n_targets)
+    entry = entry[slab[entry] >= 0]
     distance = distance[entry]
     flat = targets_SL.reshape(-1)
     for slot in range(1, n_targets):
-        # Entry j is in slot l of row j-1-l, and so is the equal one before it if that is at most l away. A negative row is
-        # one of the last L, which belong to no position; so is a row of the slab before.
+        # Entry j is in slot l of row j-1-l, and so is the equal one before it if that is at most l away. Where that row
+        # is not of the entry's own slab, it is one of the last L of the slab before, which belong to no position.
         repeated = entry[distance <= slot]
         flat[(repeated - 1 - slot) * n_targets + slot] = -1
 
