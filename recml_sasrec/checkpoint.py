@@ -1,7 +1,7 @@
 """Checkpoints: Orbax v1, asynchronous, the newest n and the best by a validation metric.
 
-A checkpoint holds params and optimizer state apart (evaluation restores params only) and, as JSON, what a resumed run must
-know: config, vocabulary and the progress of early stopping.
+A checkpoint holds params and optimizer state apart (evaluation restores params only) and, as JSON, what a resumed run
+must know: config, vocabulary and the progress of early stopping.
 """
 
 import json

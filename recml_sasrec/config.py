@@ -169,13 +169,13 @@ def _check_types(node: Any, prefix: str = "") -> None:
 
 
 AT_LEAST_ONE = (
-    "data.length data.targets data.synthetic.users data.synthetic.items data.synthetic.events_per_user model.width "
-    "model.blocks model.heads head.negatives train.steps train.batch_size train.accumulate train.log_every "
+    "data.length data.targets data.synthetic.users data.synthetic.items data.synthetic.events_per_user "
+    "model.width model.blocks model.heads head.negatives train.steps train.batch_size train.accumulate train.log_every "
     "checkpoint.every checkpoint.keep evaluation.batch_users"
 ).split()
 AT_LEAST_ZERO = (
-    "data.horizon data.stride data.min_played_ratio split.test_start split.test_length split.validation_length split.gap "
-    "split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps optimizer.weight_decay "
+    "data.horizon data.stride data.min_played_ratio split.test_start split.test_length split.validation_length "
+    "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps optimizer.weight_decay "
     "optimizer.clip_norm train.seed evaluation.every evaluation.patience"
 ).split()
 POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()

@@ -1,8 +1,8 @@
 """How a config is loaded from a Python file, overridden from the command line, and saved as JSON.
 
 A config file has ``get_config() -> Config``. Any field can be overridden: ``--config configs/quickstart.py
---config.optimizer.learning_rate=3e-4``. Whatever is wrong with either is a ``ConfigError`` of one sentence that names the
-field, the value and the nearest right one.
+--config.optimizer.learning_rate=3e-4``. Whatever is wrong with either is a ``ConfigError`` of one sentence that names
+the field, the value and the nearest right one.
 """
 
 import ast

@@ -94,6 +94,6 @@ class Meter:
         last = checkpoints.latest
         kept = f"the checkpoint of step {last} is good" if last is not None else "no checkpoint was written yet"
         raise Diverged(
-            f"the loss or its gradient stopped being finite at step {bad} (between steps {self._logged + 1} and {step}); "
+            f"the loss or its gradient is not finite at step {bad} (between steps {self._logged + 1} and {step}); "
             f"{kept}; lower config.optimizer.learning_rate or set config.optimizer.clip_norm, in a new --workdir"
         )

@@ -1,7 +1,7 @@
 """SASRec (Kang & McAuley, arXiv 1808.09781) in Flax NNX, over packed rows.
 
-Rows may hold several histories: attention is causal and stays inside a segment, and positions restart with each, so that
-a position's output depends on nothing but its own history.
+Rows may hold several histories: attention is causal and stays inside a segment, and positions restart with each, so
+that a position's output depends on nothing but its own history.
 """
 
 import math

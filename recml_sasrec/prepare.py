@@ -1,4 +1,4 @@
-"""Reads the event log into its store, so that training starts at once: python -m recml_sasrec.prepare --config configs/yambda50m.py"""
+"""Reads the event log into its store: python -m recml_sasrec.prepare --config configs/yambda50m.py"""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{store.num_users:,} users, {store.num_items:,} items, {len(store.items):,} events")
         print(data.split.description)
         print(
-            f"{data.steps_per_epoch(config):.1f} steps an epoch of {config.train.batch_size} rows x {config.data.length}; "
+            f"{data.steps_per_epoch(config):.1f} steps an epoch of {config.train.batch_size} x {config.data.length}; "
             f"{data.num_queries('validation'):,} validation and {data.num_queries('test'):,} test users"
         )
 

@@ -62,8 +62,9 @@ class Run:
         return (
             f"data: {store.num_users:,} users, {store.num_items:,} items, {len(store.items):,} events; "
             f"{self.data.split.description}\n"
-            f"batches: {config.train.batch_size} rows x {config.data.length} positions, next {config.data.targets} events "
-            f"({self.mean_positives:.2f} distinct items a position), {self.data.steps_per_epoch(config):.1f} steps an epoch\n"
+            f"batches: {config.train.batch_size} rows x {config.data.length} positions, "
+            f"next {config.data.targets} events ({self.mean_positives:.2f} distinct items a position), "
+            f"{self.data.steps_per_epoch(config):.1f} steps an epoch\n"
             f"model: {sum(counts.values()):,} parameters ({parts})"
         )
 

@@ -66,7 +66,7 @@ def adopt(workdir: pathlib.Path, config: Config, store: Store) -> None:
             )
     else:
         temporary = workdir / ".item_ids.arrow.tmp"
-        shutil.copyfile(store.directory / "item_ids.arrow", temporary)
+        shutil.copyfile(pathlib.Path(store.directory, "item_ids.arrow"), temporary)
         temporary.replace(workdir / "item_ids.arrow")
     tree = {"vocabulary": store.vocabulary, **json.loads(config_file.to_json(config))}
     write_atomically(workdir / "config.json", json.dumps(tree, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """The training step: pure functions from (state, batch) to state.
 
-Nothing is read back to the host: loss sums and confusion counts accumulate on the device inside the state, and the trainer
-takes them when it logs.
+Nothing is read back to the host: loss sums and confusion counts accumulate on the device inside the state, and the
+trainer takes them when it logs.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,8 @@ Row = dict[str, Any]
 class RunLog:
     """Writes rows of metrics; a context.
 
-    On a terminal a progress bar shows the last row; elsewhere each row is a plain line. Rows of steps after ``start``, left by a
-    run that was killed, are dropped from metrics.jsonl: the resumed run writes them again.
+    On a terminal a progress bar shows the last row; elsewhere each row is a plain line. Rows of steps after
+    ``start``, left by a run that was killed, are dropped from metrics.jsonl: the resumed run writes them again.
 
     Args:
         workdir: the run's folder.
