@@ -20,17 +20,17 @@ from recml_sasrec.data.events import DataError
 from recml_sasrec.data.store import remove_stale, temporary_name
 from recml_sasrec.data.yambda import LAST_SECOND
 
-VERSION = 1
+VERSION = 2
 _GROUP_EVENTS = 1 << 20  # events of a row group, about
 
 ALBUM = 10  # tracks
 GENRES = 20
 TASTES = 2  # genres a user mostly listens to
 SIGMA = 1.009  # of the log-normal history lengths: mean 5,030 and median 3,024
-RETURN = 0.65  # share of runs of an album the user knows: about 69 % of events repeat an earlier (user, item)
-RUN = 8.0  # mean events of a run
-NOISE = 0.12  # share of events that break the run, mostly skipped tracks
-POPULARITY = (1.1, 6.0)  # an album's weight is (rank + offset) ** -exponent
+RETURN = 0.85  # share of runs of an album the user knows: about 69 % of events repeat an earlier (user, item)
+RUN = 10.0  # mean events of a run
+NOISE = 0.1  # share of events that break the run, mostly skipped tracks
+POPULARITY = (1.3, 2.0)  # an album's weight is (rank + offset) ** -exponent
 SESSION = 10.0  # mean events of a session
 ZERO_GAP = 0.19  # share of gaps of 0 s
 GROWTH = 0.979  # density of activity 1 + GROWTH * t: 1.84 times as much in the last 30 days as in the first 30
