@@ -11,7 +11,7 @@ from recml_sasrec.data.store import Store, user_chunks
 _SCAN_EVENTS = 1 << 22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """Half-open ranges of event indices, all int64 [U]; a history is [train_start, *_history_end)."""
 

@@ -27,7 +27,7 @@ _SORT_EVENTS = 1 << 22  # events sorted at once
 _MAX_IDS = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Store:
     """An opened store; user u owns events offsets[u]:offsets[u+1]."""
 
