@@ -85,9 +85,7 @@ def build_batch(store: Store, windows: Windows, placement: Placement, rows: int,
     known = np.where(tails < 0, 0, layout.sizes + tails)
     slab[ranges(slab_starts + known, slab_sizes - known)] = -1
     # targets_SL[s] are the entries s+1 .. s+L of the slabs; the last L rows of a slab belong to no position.
-    targets_SL = np.empty((len(slab), data.targets), np.int32)
-    targets_SL[-data.targets :] = -1
-    targets_SL[: -data.targets] = _sliding(slab[1:], data.targets)
+    targets_SL = _next_entries(slab, data.targets)
     _drop_repeats(slab, targets_SL)
     if data.horizon > 0:
         _drop_late(store.timestamps.take(event), targets_SL, data.horizon)
@@ -127,11 +125,10 @@ def lay_out(lengths: np.ndarray, placement: Placement, rows: int, data: DataConf
     segment_ids = np.repeat(numbers, sizes)
     ends = np.cumsum(sizes)
     if data.position_order == "newest_first":
-        positions = np.repeat(ends.astype(np.int32) - 1, sizes)
-        positions -= _arange(len(positions))
+        positions = np.repeat(ends - 1, sizes) - _count(rows * data.length)
     else:
-        positions = np.repeat((sizes - ends).astype(np.int32), sizes)
-        positions += _arange(len(positions))
+        positions = _count(rows * data.length) - np.repeat(ends - sizes, sizes)
+    positions = positions.astype(np.int32)
     if n * data.length and used.min() < data.length:
         positions *= segment_ids > 0
     shape = (rows, data.length)
@@ -142,18 +139,29 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """int64: starts[0], starts[0]+1, ... (sizes[0] of them), then those of starts[1], and so on."""
     ends = np.cumsum(sizes)
     result = np.repeat(starts - (ends - sizes), sizes)
-    result += np.arange(len(result))
+    result += _count(len(result))
     return result
 
 
-def _sliding(array: np.ndarray, width: int) -> np.ndarray:
-    """sliding_window_view of one dimension, without the checks that cost more than a small batch's copy."""
-    return np.ndarray((len(array) - width + 1, width), array.dtype, array, 0, (array.itemsize, array.itemsize))
+def _next_entries(slab: np.ndarray, n_targets: int) -> np.ndarray:
+    """int32 [S, L]: the L entries after each entry of the slab (int32 [S]); -1 after the last L."""
+    entries = np.empty((len(slab), n_targets), np.int32)
+    entries[-n_targets:] = -1
+    # Overlapping records of L entries, one at each entry: copying records takes half the time of copying numbers.
+    record = np.dtype((np.void, slab.itemsize * n_targets))
+    records = np.ndarray((len(slab) - n_targets,), record, slab, slab.itemsize, (slab.itemsize,))
+    entries.view(record)[:-n_targets, 0] = records
+    return entries
+
+
+def _count(size: int) -> np.ndarray:
+    """int64 0 .. size-1, not to be written to."""
+    return _numbers(1 << max(size - 1, 0).bit_length())[:size]
 
 
 @functools.lru_cache(maxsize=4)
-def _arange(size: int) -> np.ndarray:
-    return np.arange(size, dtype=np.int32)
+def _numbers(size: int) -> np.ndarray:
+    return np.arange(size)
 
 
 def _drop_repeats(slab: np.ndarray, targets_SL: np.ndarray) -> None:
