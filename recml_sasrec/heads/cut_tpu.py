@@ -1,0 +1,174 @@
+"""CutBCE's dense background on TPU: the call of the Pallas kernel in ``cut_tpu_kernel``.
+
+The contract of ``sweep``, ``forward_sweep`` and ``supports`` is in ``cut.py``.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from recml_sasrec.heads import tiles
+from recml_sasrec.heads.cut_tpu_kernel import LANES, ROWS, Spec, kernel
+
+
+def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
+    """Whether the kernel takes these dtypes, and some plan fits the chip being traced for."""
+    if h_TD.dtype != table_VD.dtype or h_TD.dtype not in (jnp.float32, jnp.bfloat16) or not h_TD.size:
+        return False
+    try:
+        plan_for(h_TD, table_VD)
+    except ValueError:
+        return False
+    return True
+
+
+def plan_for(h_TD: jax.Array, table_VD: jax.Array, **overrides) -> tiles.Plan:
+    """The tile sizes ``sweep`` would use on the chip being traced for; see ``tiles.plan``."""
+    (tokens, _), (items, width) = h_TD.shape, table_VD.shape
+    return tiles.plan(tokens, items, width, h_TD.dtype.itemsize, tiles.current_chip(), **overrides)
+
+
+def sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile, with_loss=True, plan: tiles.Plan | None = None):
+    """Loss, counts and gradients of the background from one pass over the logits; see ``cut.py``.
+
+    ``with_loss=False`` leaves out the loss (None) and what it costs. ``plan`` overrides the choice of ``tiles``.
+    """
+    plan = plan or plan_for(h_TD, table_VD, tile=tile)
+    run = functools.partial(_sweep, plan=plan, threshold=threshold, loss=with_loss)
+    # vmap becomes a loop over the kernel: its scratch and its copies know one batch only.
+    return jax.custom_batching.sequential_vmap(run)(h_TD, table_VD, bias_V, weight_T)
+
+
+def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan | None = None):
+    """Loss and counts of the background; see ``cut.py``."""
+    plan = plan or plan_for(h_TD, table_VD, tile=tile, gradients=False)
+    run = functools.partial(_forward_sweep, plan=plan, threshold=threshold)
+    return jax.custom_batching.sequential_vmap(run)(h_TD, table_VD, bias_V)
+
+
+def _sweep(h_TD, table_VD, bias_V, weight_T, *, plan, threshold, loss):
+    spec = Spec(plan, table_VD.shape[0], table_VD.shape[1], threshold, loss, True, bias_V is not None, False)
+    h_BCD, weight_BC = _blocks(h_TD, plan), _blocks(weight_T, plan)
+    out, dtable_VD, dbias_V = _call(spec, h_BCD[0], table_VD, bias_V, weight_BC[0])
+    if plan.blocks == 1:
+        outs = jax.tree.map(lambda x: x[None], out)
+    else:
+        spec = spec._replace(accumulate=True)
+
+        def step(carry, block):
+            out, dtable_VD, dbias_V = _call(spec, block[0], table_VD, bias_V, block[1], carry[0])
+            return (dtable_VD, None if dbias_V is None else carry[1] + dbias_V), out
+
+        (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), (h_BCD[1:], weight_BC[1:]))
+        outs = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), out, rest)
+    loss_T, above_T, dh_TD = _unblock(outs, h_TD.shape[0])
+    return loss_T, above_T, dh_TD, dtable_VD, dbias_V
+
+
+def _forward_sweep(h_TD, table_VD, bias_V, *, plan, threshold):
+    spec = Spec(plan, table_VD.shape[0], table_VD.shape[1], threshold, True, False, bias_V is not None, False)
+    outs = lax.map(lambda h_CD: _call(spec, h_CD, table_VD, bias_V, None)[0], _blocks(h_TD, plan))
+    return _unblock(outs, h_TD.shape[0])[:2]
+
+
+def _blocks(x, plan):
+    """[T, ...] as [blocks, block, ...], padded with zeros: tokens without weight."""
+    x = jnp.pad(x, [(0, plan.blocks * plan.block - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(plan.blocks, plan.block, *x.shape[1:])
+
+
+def _unblock(outs, tokens):
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], outs)
+
+
+def _call(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD=None):
+    """One kernel over a block of tokens: ((loss, above, dh) of its tokens, dtable, dbias)."""
+    plan = spec.plan
+    inputs, outputs, scratch = _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD)
+    names = [*inputs, *outputs, *scratch]
+    results = pl.pallas_call(
+        lambda *refs: kernel(spec, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        grid=(pl.cdiv(spec.items, plan.items), plan.block // plan.tokens),
+        in_specs=[block for _, block in inputs.values()],
+        out_specs=[block for _, _, block in outputs.values()],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs.values()],
+        scratch_shapes=list(scratch.values()),
+        input_output_aliases={names.index("dtable_in"): list(outputs).index("dtable")} if spec.accumulate else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=(6 if spec.gradients else 2) * plan.block * table_VD.size,
+            transcendentals=2 * plan.block * spec.items,
+            bytes_accessed=table_VD.size * (table_VD.dtype.itemsize + 4 * spec.gradients),
+        ),
+        name="cut_bce_sweep" if spec.gradients else "cut_bce_forward",
+    )(*(array for array, _ in inputs.values()))
+    out = dict(zip(outputs, results, strict=True))
+    loss_C = out["loss"].sum(0) if spec.loss else None
+    above_C = None if spec.threshold is None else out["above"].sum(0)
+    if not spec.gradients:
+        return (loss_C, above_C, None), None, None
+    dh_CD = out["dh_t"].T[:, : spec.width] * weight_C[:, None]
+    dtable = out["dtable"]
+    if spec.accumulate and spec.ragged:
+        # The interpreter returns an aliased output with its last tile's padding; for the compiler this is nothing.
+        dtable = lax.slice(dtable, (0, 0), table_VD.shape[::-1] if spec.columnar else table_VD.shape)
+    return (loss_C, above_C, dh_CD), dtable.T if spec.columnar else dtable, out["dbias"][0] if spec.bias else None
+
+
+def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
+    """What the variant reads, writes, keeps, by name: inputs (array, block), outputs (shape, dtype, block), scratch."""
+    plan, dtype, f32 = spec.plan, table_VD.dtype, jnp.float32
+    h_CD = jnp.pad(h_CD, [(0, 0), (0, spec.padded - spec.width)])
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    if spec.columnar:
+        table, table_block = table_VD.T, pl.BlockSpec((spec.width, plan.items), lambda v, t: (0, v))
+    else:
+        table, table_block = table_VD, pl.BlockSpec((plan.items, spec.width), lambda v, t: (v, 0))
+    item_row = pl.BlockSpec((1, plan.items), lambda v, t: (0, v))
+    token_columns = pl.BlockSpec((spec.padded, plan.tokens), lambda v, t: (0, t))
+
+    inputs = {"table": (table, table_block), "hidden_t": (h_CD.T, token_columns)}
+    outputs, scratch = {}, {}
+    if spec.columnar or spec.copied:
+        scratch["rows"] = pltpu.VMEM((plan.items, spec.padded), dtype)
+    if spec.copied or (spec.gradients and not spec.columnar):
+        scratch["columns"] = pltpu.VMEM((spec.padded, plan.items), dtype)
+    if spec.bias:
+        inputs["bias"] = (bias_V[None], item_row)
+    if spec.bias or spec.ragged:
+        scratch["offset"] = pltpu.VMEM((plan.items, LANES), f32)
+    if spec.loss:
+        outputs["loss"] = ((ROWS, plan.block), f32, anywhere)
+        scratch["loss_acc"] = pltpu.VMEM((ROWS, plan.block), f32)
+    if spec.threshold is not None:
+        outputs["above"] = ((ROWS, plan.block), jnp.int32, anywhere)
+        scratch["above_acc"] = pltpu.VMEM((ROWS, plan.block), jnp.int32)
+    if not spec.gradients:
+        return inputs, outputs, scratch
+
+    weighted_CD = (weight_C[:, None] * h_CD.astype(f32)).astype(h_CD.dtype)
+    if spec.columnar:
+        inputs["weighted"] = (weighted_CD.T, token_columns)
+    else:
+        inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded), lambda v, t: (t, 0)))
+    outputs["dh_t"] = ((spec.padded, plan.block), f32, anywhere)
+    outputs["dtable"] = (table.shape, f32, table_block)
+    if plan.dh == "hbm":
+        scratch["dh_acc"] = pltpu.VMEM((2, spec.padded, plan.tokens), f32)
+        scratch["semaphores"] = pltpu.SemaphoreType.DMA((2, 2))
+    else:
+        scratch["dh_acc"] = pltpu.VMEM((spec.padded, plan.block), f32)
+    if spec.bias:
+        inputs["weight"] = (weight_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
+        outputs["dbias"] = ((1, spec.items), f32, item_row)
+        scratch["dbias_acc"] = pltpu.VMEM((plan.items, LANES), f32)
+    if spec.accumulate:
+        inputs["dtable_in"] = (dtable_VD.T if spec.columnar else dtable_VD, table_block)
+    return inputs, outputs, scratch

@@ -1,0 +1,315 @@
+"""The body of CutBCE's TPU kernel: loss, counts, dh, dE and db from each logit tile, once.
+
+Tiles are transposed, items on sublanes and tokens on lanes (z_KC = E_K h_C^T, C a tile of tokens, K one of items):
+sums over items are then adds of whole registers, no operand of the three matmuls has to be transposed in the loop
+(dE_K += s_KC (w h)_C and dh^T_C += E_K^T s_KC), and loss and counts end as 8 rows a token, added up outside. Weights
+cost nothing per logit: they scale h before dE and dh after.
+
+A step runs over sub-tiles, unrolled: the logits of the next and the gradients of the previous sub-tile are issued
+around the elementwise work of the current one, so that the matrix and the vector unit work at the same time.
+
+Loss without a logarithm per logit: with g = exp(z), the product of the (1 + g) of 32 logits, kept as p = product - 1 by
+p <- p (1 + g) + g, is exact to 3e-8 for g << 1; then one log1p(p). 1 + g is needed for the sigmoid g / (1 + g) anyway.
+Where a product reaches exp(80), 32 neighbouring logits that average 2.5 or more, the step's loss is recomputed logit by
+logit.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from recml_sasrec.heads import tiles
+
+ROWS = 8  # sublanes of a register
+LANES = 128
+_GROUP = 32  # logits of a product
+_CLAMP = 80.0  # exp(80) and its reciprocal are normal float32; sigmoid(80) is 1
+
+
+class Spec(NamedTuple):
+    """What the kernel is specialised to."""
+
+    plan: tiles.Plan
+    items: int  # V
+    width: int  # D
+    threshold: float | None
+    loss: bool
+    gradients: bool
+    bias: bool
+    accumulate: bool  # dtable starts from an input instead of zero
+
+    @property
+    def padded(self) -> int:
+        """D rounded up to whole registers of 16-bit rows."""
+        return -(-self.width // 16) * 16
+
+    @property
+    def ragged(self) -> bool:
+        return self.items % self.plan.items != 0
+
+    @property
+    def columnar(self) -> bool:
+        """The kernel reads and writes [D, V]: how XLA lays out a [V, D] array on TPU if its rows would need padding.
+
+        Asking for rows there makes XLA copy the whole table, twice its size, before the kernel and after it.
+        """
+        return self.width % LANES != 0
+
+    @property
+    def copied(self) -> bool:
+        """The table's tile needs zeros where it has no items or columns."""
+        return self.ragged or self.padded != self.width
+
+
+def kernel(spec: Spec, refs):
+    """A grid step: tile ``program_id(0)`` of the items, ``program_id(1)`` of the tokens."""
+    v, t = pl.program_id(0), pl.program_id(1)
+    first = (v == 0) & (t == 0)
+    last = (v == pl.num_programs(0) - 1) & (t == pl.num_programs(1) - 1)
+    resident = [name for name in ("loss_acc", "above_acc") if hasattr(refs, name)]
+    if spec.gradients and spec.plan.dh != "hbm":
+        resident.append("dh_acc")
+
+    @pl.when(first)
+    def _():
+        for name in resident:
+            _fill(getattr(refs, name), ROWS)
+
+    @pl.when(t == 0)
+    def _():
+        _start_items(spec, refs, v)
+
+    if spec.gradients and spec.plan.dh == "hbm":
+        _exchange_dh(spec, refs, v, t)
+    if spec.ragged and not spec.bias:  # only the last tile pays for its missing items
+        tail = v == pl.num_programs(0) - 1
+        pl.when(tail)(lambda: _Tile(spec, refs, t, True).run())
+        pl.when(jnp.logical_not(tail))(lambda: _Tile(spec, refs, t, False).run())
+    else:
+        _Tile(spec, refs, t, spec.bias).run()
+    if spec.gradients and spec.plan.dh == "hbm":
+        _store_dh(spec, refs, v, t, last)
+    if spec.gradients and spec.bias:
+        pl.when(t == pl.num_programs(1) - 1)(lambda: _finish_bias(refs))
+
+    @pl.when(last)
+    def _():
+        for name in resident:
+            output = {"loss_acc": "loss", "above_acc": "above", "dh_acc": "dh_t"}[name]
+            pltpu.sync_copy(getattr(refs, name), getattr(refs, output))
+
+
+def _fill(ref, rows, value_of=None):
+    """Writes ``value_of(slice of rows)``, or zeros, into a 2-D ref by a loop: unrolled, it'd be hundreds of stores."""
+    rows = rows if ref.shape[0] % rows == 0 else ref.shape[0]
+
+    def body(i, _):
+        at = pl.ds(pl.multiple_of(i * rows, rows), rows)
+        ref[at, :] = jnp.zeros((rows, ref.shape[1]), ref.dtype) if value_of is None else value_of(at)
+        return 0
+
+    lax.fori_loop(0, ref.shape[0] // rows, body, 0)
+
+
+def _start_items(spec, refs, v):
+    """At a tile's first step: its copies of the table, its offsets, and zeros to accumulate into."""
+    plan = spec.plan
+
+    def chunk(i, _):
+        at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+        _copy_table(spec, refs, at, v * plan.items + i * LANES)
+        if hasattr(refs, "offset"):
+            offset_KC = jnp.zeros((LANES, LANES), jnp.float32)
+            if spec.bias:
+                offset_KC = jnp.broadcast_to(refs.bias[:, at], (LANES, LANES)).T
+            item_KC = v * plan.items + i * LANES + lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+            refs.offset[at, :] = jnp.where(item_KC < spec.items, offset_KC, -jnp.inf)
+        return 0
+
+    lax.fori_loop(0, plan.items // LANES, chunk, 0)
+    if spec.gradients:
+        rows = ROWS if spec.columnar else LANES
+        _fill(refs.dtable, rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
+        if spec.bias:
+            _fill(refs.dbias_acc, LANES)
+
+
+def _copy_table(spec, refs, at, item):
+    """Fills the tile's rows and columns ``at``, the first of them ``item``, as far as they are copies."""
+    if spec.columnar:
+        columns_DK = refs.table[:, at]
+        if spec.copied:
+            item_1K = item + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+            refs.columns[:, at] = jnp.zeros((spec.padded, LANES), columns_DK.dtype)
+            refs.columns[: spec.width, at] = jnp.where(item_1K < spec.items, columns_DK, jnp.zeros_like(columns_DK))
+            columns_DK = refs.columns[:, at]
+        refs.rows[at, :] = columns_DK.T
+        return
+    rows_KD = refs.table[at, :]
+    if spec.copied:
+        item_K1 = item + lax.broadcasted_iota(jnp.int32, (LANES, 1), 0)
+        rows_KD = jnp.where(item_K1 < spec.items, rows_KD, jnp.zeros_like(rows_KD))
+        refs.rows[at, :] = rows_KD
+    if spec.gradients:
+        refs.columns[:, at] = rows_KD.T
+
+
+def _finish_bias(refs):
+    def chunk(i, _):
+        at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+        refs.dbias[:, at] = refs.dbias_acc[at, :].T.sum(0, keepdims=True)
+        return 0
+
+    lax.fori_loop(0, refs.dbias.shape[1] // LANES, chunk, 0)
+
+
+def _dh_copy(spec, refs, step, read: bool):
+    """The copy of step's part of dh from HBM into its slot, or back."""
+    slot, tile = step % 2, step % pl.num_programs(1)
+    hbm = refs.dh_t.at[:, pl.ds(pl.multiple_of(tile * spec.plan.tokens, spec.plan.tokens), spec.plan.tokens)]
+    vmem, semaphore = refs.dh_acc.at[slot], refs.semaphores.at[int(read), slot]
+    return pltpu.make_async_copy(hbm, vmem, semaphore) if read else pltpu.make_async_copy(vmem, hbm, semaphore)
+
+
+def _exchange_dh(spec, refs, v, t):
+    """Before a step's arithmetic: its part of dh is in its slot, the next step's on its way into the other.
+
+    The next part was last written T tiles ago, at the latest by the step before this one, which is waited for here.
+    """
+    step, tiles_ = v * pl.num_programs(1) + t, pl.num_programs(1)
+    pl.when(step > 0)(lambda: _dh_copy(spec, refs, step - 1, False).wait())
+    following = (step + 1 >= tiles_) & (step + 1 < pl.num_programs(0) * tiles_)
+    pl.when(following)(lambda: _dh_copy(spec, refs, step + 1, True).start())
+    pl.when(v > 0)(lambda: _dh_copy(spec, refs, step, True).wait())
+
+    @pl.when(v == 0)
+    def _():
+        _fill(refs.dh_acc.at[step % 2], ROWS)
+
+
+def _store_dh(spec, refs, v, t, last):
+    copy = _dh_copy(spec, refs, v * pl.num_programs(1) + t, False)
+    copy.start()
+    pl.when(last)(copy.wait)
+
+
+class _Tile:
+    """The arithmetic of one grid step, sub-tile by sub-tile."""
+
+    def __init__(self, spec: Spec, refs, t, offset: bool):
+        self.spec, self.refs, self.t, self.offset, self.plan = spec, refs, t, offset, spec.plan
+        self.rows = getattr(refs, "rows", refs.table)
+        self.columns = getattr(refs, "columns", refs.table)
+        self.zeros = jnp.zeros((ROWS, self.plan.sub_tokens), jnp.float32)
+
+    def run(self):
+        plan = self.plan
+        tokens = [slice(i, i + plan.sub_tokens) for i in range(0, plan.tokens, plan.sub_tokens)]
+        items = [slice(i, i + plan.sub_items) for i in range(0, plan.items, plan.sub_items)]
+        subtiles = [(c, k) for c in tokens for k in items]
+        losses, peak, previous = [], self.zeros, None
+        z_KC = self.logits(*subtiles[0])
+        for i, (c, k) in enumerate(subtiles):
+            if k == items[0]:
+                loss, above = self.zeros, self.zeros.astype(jnp.int32)
+            following = self.logits(*subtiles[i + 1]) if i + 1 < len(subtiles) else None
+            s_KC, loss, peak, above = self.elementwise(c, k, z_KC, loss, peak, above)
+            if previous is not None:
+                self.gradients(*previous)
+            previous, z_KC = ((c, k, s_KC) if self.spec.gradients else None), following
+            if k == items[-1]:
+                losses.append((c, loss))
+                if self.spec.threshold is not None:
+                    self.refs.above_acc[:, self.resident(c)] += above
+        if previous is not None:
+            self.gradients(*previous)
+        if self.spec.loss:
+            self.add_losses(losses, peak)
+
+    def resident(self, c: slice):
+        """The slice of a resident array [8, tokens] that belongs to tokens ``c`` of this tile."""
+        start = pl.multiple_of(self.t * self.plan.tokens + c.start, self.plan.sub_tokens)
+        return pl.ds(start, self.plan.sub_tokens)
+
+    def logits(self, c, k):
+        """z_KC without offset."""
+        return jnp.dot(self.rows[k, :], self.refs.hidden_t[:, c], preferred_element_type=jnp.float32)
+
+    def offset_of(self, start, rows: int):
+        """[rows, sub_tokens]: the items' bias, -inf where there is no item."""
+        return jnp.tile(self.refs.offset[pl.ds(start, rows), :], (1, self.plan.sub_tokens // LANES))
+
+    def elementwise(self, c, k, z_KC, loss, peak, above):
+        """Sigmoids in the table's dtype, and the sums over the sub-tile's items; a register's rows at a time."""
+        spec, pieces, product = self.spec, [], None
+        for i, row in enumerate(range(0, self.plan.sub_items, ROWS)):
+            z = z_KC[row : row + ROWS, :]
+            if self.offset:
+                z = z + self.offset_of(k.start + row, ROWS)
+            if spec.threshold is not None:
+                above = above + (z > spec.threshold).astype(jnp.int32)
+            g = jnp.exp(jnp.minimum(z, _CLAMP))
+            d = 1 + g
+            if spec.loss:
+                product = g if product is None else product * d + g
+                if (i + 1) % (_GROUP) == 0 or row + ROWS == self.plan.sub_items:
+                    log = jnp.log1p(product)
+                    loss, peak, product = loss + log, jnp.maximum(peak, log), None
+            if spec.gradients:
+                # bfloat16 keeps 8 bits of the sigmoid: the hardware's approximation is better than that.
+                s = g * pl.reciprocal(d, approx=z_KC.dtype != self.rows.dtype)
+                if spec.bias:
+                    self.add_bias_gradient(c, k.start + row, s)
+                pieces.append(s)
+        # Two registers of float32 fill one of bfloat16; packed one by one they'd have to be merged.
+        pairs = [jnp.concatenate(pieces[i : i + 2]).astype(self.rows.dtype) for i in range(0, len(pieces), 2)]
+        return (jnp.concatenate(pairs) if pairs else None), loss, peak, above
+
+    def add_bias_gradient(self, c, row, s):
+        weighted = s * self.refs.weight[:, c]
+        lanes = [weighted[:, i : i + LANES] for i in range(0, self.plan.sub_tokens, LANES)]
+        self.refs.dbias_acc[pl.ds(row, ROWS), :] += functools.reduce(jnp.add, lanes)
+
+    def gradients(self, c, k, s_KC):
+        refs, spec = self.refs, self.spec
+        if spec.columnar:
+            over_tokens = (((1,), (1,)), ((), ()))
+            dtable_DK = lax.dot_general(refs.weighted[:, c], s_KC, over_tokens, preferred_element_type=jnp.float32)
+            refs.dtable[:, k] += dtable_DK[: spec.width]
+        else:
+            refs.dtable[k, :] += jnp.dot(s_KC, refs.weighted[c, :], preferred_element_type=jnp.float32)
+        dh_DC = jnp.dot(self.columns[:, k], s_KC, preferred_element_type=jnp.float32)
+        if self.plan.dh == "hbm":
+            slot = (pl.program_id(0) * pl.num_programs(1) + self.t) % 2
+            refs.dh_acc[slot, :, c] += dh_DC
+        else:
+            refs.dh_acc[:, self.resident(c)] += dh_DC
+
+    def add_losses(self, losses, peak):
+        """The step's losses, or where a product reached exp(80) or a logit is NaN, the same logit by logit."""
+        fine = jnp.max(peak) < _CLAMP
+
+        @pl.when(fine)
+        def _():
+            for c, loss in losses:
+                self.refs.loss_acc[:, self.resident(c)] += loss
+
+        @pl.when(jnp.logical_not(fine))
+        def _():
+            for c, _ in losses:
+                self.refs.loss_acc[:, self.resident(c)] += self.exact_loss(c)
+
+    def exact_loss(self, c):
+        def body(i, loss):
+            start = pl.multiple_of(i * LANES, LANES)
+            z = jnp.dot(self.rows[pl.ds(start, LANES), :], self.refs.hidden_t[:, c], preferred_element_type=jnp.float32)
+            if self.offset:
+                z = z + self.offset_of(start, LANES)
+            z = jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
+            return loss + z.reshape(-1, ROWS, self.plan.sub_tokens).sum(0)
+
+        return lax.fori_loop(0, self.plan.items // LANES, body, self.zeros)
