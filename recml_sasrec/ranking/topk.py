@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-TILE = 8_192  # items of a tile: [512, TILE] float32 scores are 16 MiB, which a CPU still caches
+TILE = 16_384  # items of a tile: [512, TILE] float32 scores are 32 MiB
 GROUP = 16  # consecutive items whose maximum stands for them in the first selection
 
 
@@ -41,49 +41,57 @@ def top_k(
     Raises:
         ValueError: ``k``, ``tile`` or ``group`` is below 1, or the shapes disagree.
 
-    A tile's scores are first reduced to the maxima of groups of consecutive items; only the k best groups are kept,
-    by (maximum descending, position ascending), and carried across tiles with the scores of their items; the items
-    are sorted once, at the end. Nothing is lost: suppose item x is among the k first and its group g was dropped.
-    Then k groups precede g. The best item of each of them scores more than max(g) >= score(x), or as much as max(g)
-    and lies in an earlier group, hence has a smaller id than x. Either way it precedes x, so k items precede x,
-    which contradicts that x is among the k first. Dropping is final: what precedes g in a merge precedes it forever.
+    A catalogue of one tile is scored and sorted at once. Of a larger one, a tile's scores are first reduced to the
+    maxima of groups of consecutive items; only the k best groups are kept, by (maximum descending, position
+    ascending), and carried across tiles with the scores of their items; the items are sorted once, at the end.
+    Nothing is lost: suppose item x is among the k first and its group g was dropped. Then k groups precede g. The best
+    item of each of them scores more than max(g) >= score(x), or as much as max(g) and lies in an earlier group, hence
+    has a smaller id than x. Either way it precedes x, so k items precede x, which contradicts that x is among the k
+    first. Dropping is final: what precedes g in a merge precedes it forever.
     """
     _check(hidden_QD, table_VD, k, bias, exclude, candidates, tile, group)
     queries, items = hidden_QD.shape[0], table_VD.shape[0]
-    group = min(group, items)
-    tiles = -(-items // min(tile, items))
+    direct = items <= tile
+    group = 1 if direct else min(group, items)
+    tiles = -(-items // tile)
     groups = -(-items // (tiles * group))  # of a tile; tiles are as equal as can be, so that little is scored twice
     tile = groups * group
     tiles = -(-items // tile)
-    if tiles == 1 and tile > items:
-        table_VD = jnp.pad(table_VD, ((0, tile - items), (0, 0)))
-    last_start = max(items - tile, 0)  # the last tile reaches back instead of past the end: no padded copy of the table
+    last_start = items - tile  # the last tile reaches back instead of past the end: no padded copy of the table
     addend = jnp.zeros(items, jnp.float32) if bias is None else bias.astype(jnp.float32)
     allowed = jnp.ones(items, bool) if candidates is None else candidates
-    addend, allowed = (jnp.pad(x, (0, max(tile - items, 0))) for x in (addend, allowed))
 
     def tile_scores(start: Array, first: Array) -> Array:
         """[Q, group, groups] scores of the items from ``start``; those before ``first`` were in the tile before."""
         # Row a, column m is item start + m * group + a: maxima over a are then elementwise over contiguous columns.
-        rows_MGD = lax.dynamic_slice_in_dim(table_VD, start, tile).reshape(groups, group, -1)
+        rows_VD = lax.dynamic_slice_in_dim(table_VD, start, tile)
+        if group > 1:
+            rows_VD = rows_VD.reshape(groups, group, -1).swapaxes(0, 1).reshape(tile, -1)
         scores = jnp.einsum(
-            "qd,gmd->qgm",
+            "qd,vd->qv",
             hidden_QD,
-            rows_MGD.swapaxes(0, 1),
+            rows_VD,
             precision=lax.Precision.HIGHEST,  # the default rounds float32 to bfloat16 on TPU: ties that are none
             preferred_element_type=jnp.float32,
-        )
-        scores += lax.dynamic_slice_in_dim(addend, start, tile).reshape(groups, group).T
+        ).reshape(queries, group, groups)
         fresh = start + jnp.arange(tile, dtype=jnp.int32) >= first
-        keep = (lax.dynamic_slice_in_dim(allowed, start, tile) & fresh).reshape(groups, group).T
+        keep = lax.dynamic_slice_in_dim(allowed, start, tile) & fresh
+        offset = jnp.where(keep, lax.dynamic_slice_in_dim(addend, start, tile), -jnp.inf).reshape(groups, group).T
+        scores += lax.optimization_barrier(offset)  # or XLA computes it again for each query
         # The comparison also turns NaN into -inf; and -0.0, which sorts below 0.0, into the 0.0 it ties with.
-        scores = jnp.where(keep & (scores > -jnp.inf), jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+        scores = jnp.where(scores > -jnp.inf, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
         if exclude is None:
             return scores
         local = exclude - start
         local = jnp.where((exclude >= 0) & (local >= 0) & (local < tile), local, tile)  # tile: out of bounds, dropped
         row = jnp.where(local < tile, local % group, group)
         return scores.at[jnp.arange(queries)[:, None], row, local // group].set(-jnp.inf, mode="drop")
+
+    if direct:
+        scores_Qk, ids = lax.top_k(tile_scores(jnp.int32(0), jnp.int32(0))[:, 0], min(k, items))
+        missing = ((0, 0), (0, k - scores_Qk.shape[1]))
+        scores_Qk = jnp.pad(scores_Qk, missing, constant_values=-jnp.inf)
+        return scores_Qk, jnp.where(scores_Qk > -jnp.inf, jnp.pad(ids, missing), -1)
 
     def step(carry, index):
         best_Qk, keys_Qk, kept_QGk = carry
