@@ -14,7 +14,7 @@ from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
-from recml_sasrec.data.store import Store, build_store, source_fingerprint
+from recml_sasrec.data.store import Store, build_store, fingerprint_of, source_fingerprint
 from recml_sasrec.data.windows import Windows, build_batch, make_windows
 
 Which = Literal["validation", "test"]
@@ -51,7 +51,10 @@ def open_store_of(config: Config) -> Store:
         fingerprint = source_fingerprint(path, source="lines")
         read = lambda: read_lines(path)  # noqa: E731
     else:
-        fingerprint = source_fingerprint(path, source="yambda", min_played_ratio=data.min_played_ratio)
+        if data.source == "synthetic" and not data.path:  # its name tells its content, whoever wrote it and when
+            fingerprint = fingerprint_of(generated=os.path.basename(path), min_played_ratio=data.min_played_ratio)
+        else:
+            fingerprint = source_fingerprint(path, source="yambda", min_played_ratio=data.min_played_ratio)
         read = lambda: yambda.read_yambda(path, data.min_played_ratio)  # noqa: E731
     name = os.path.basename(path).split(".")[0]
     directory = os.path.join(cache_folder(config), "stores", f"{name}-{fingerprint[:16]}")

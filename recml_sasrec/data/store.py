@@ -51,10 +51,15 @@ class Store:
 
 
 def source_fingerprint(path: str, **options: object) -> str:
-    """A hash of a source file (path, size, modification time), the reader's options and this module's version."""
+    """A fingerprint of a source file (path, size, modification time) and the reader's options."""
     stat = os.stat(path)
-    parts = {"path": os.path.abspath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "store": VERSION}
-    return hashlib.blake2b(json.dumps({**parts, **options}, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return fingerprint_of(path=os.path.abspath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns, **options)
+
+
+def fingerprint_of(**options: object) -> str:
+    """A hash of what determines a store's content, and of this module's version."""
+    text = json.dumps({"store": VERSION, **options}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def open_store(directory: str) -> Store:

@@ -106,6 +106,8 @@ def test_the_second_opening_generates_and_builds_nothing(tmp_path, monkeypatch):
     np.testing.assert_array_equal(first.store.items, second.store.items)
     assert isinstance(second.store.items.base, np.memmap)
     monkeypatch.undo()
+    os.remove(synthetic.cached_file(config.data.synthetic, str(tmp_path)))  # generated again, the content is the same
+    assert open_data(config).store.fingerprint == first.store.fingerprint
     config.data.min_played_ratio = 50
     assert open_data(config).store.num_events < first.store.num_events
     assert len(os.listdir(tmp_path / "stores")) == 2
