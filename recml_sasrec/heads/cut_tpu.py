@@ -3,7 +3,6 @@
 The contract of ``sweep``, ``forward_sweep`` and ``supports`` is in ``cut.py``.
 """
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from recml_sasrec.heads import tiles
 from recml_sasrec.heads.cut_tpu_kernel import LANES, ROWS, Spec, kernel
@@ -39,25 +40,81 @@ def sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile, with_loss=True, 
     ``with_loss=False`` leaves out the loss (None) and what it costs. ``plan`` overrides the choice of ``tiles``.
     """
     plan = plan or plan_for(h_TD, table_VD, tile=tile)
-    run = functools.partial(_sweep, plan=plan, threshold=threshold, loss=with_loss)
-    # vmap becomes a loop over the kernel: its scratch and its copies know one batch only.
-    return jax.custom_batching.sequential_vmap(run)(h_TD, table_VD, bias_V, weight_T)
+    return _run(_spec(plan, table_VD, threshold, with_loss, True, bias_V), h_TD, table_VD, bias_V, weight_T)
 
 
 def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan | None = None):
     """Loss and counts of the background; see ``cut.py``."""
     plan = plan or plan_for(h_TD, table_VD, tile=tile, gradients=False)
-    run = functools.partial(_forward_sweep, plan=plan, threshold=threshold)
-    return jax.custom_batching.sequential_vmap(run)(h_TD, table_VD, bias_V)
+    return _run(_spec(plan, table_VD, threshold, True, False, bias_V), h_TD, table_VD, bias_V, None)[:2]
 
 
-def _sweep(h_TD, table_VD, bias_V, weight_T, *, plan, threshold, loss):
-    spec = Spec(plan, table_VD.shape[0], table_VD.shape[1], threshold, loss, True, bias_V is not None, False)
+def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
+    # bfloat16 operands are exact in one pass of the matrix unit; for float32 it is the user's choice.
+    precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS
+    precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
+    items, width = table_VD.shape
+    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision)
+
+
+_ONE_PASS = (None, "default", "fastest", "bfloat16", "BF16_BF16_F32")
+
+# Tracing the unrolled kernel takes seconds. As a primitive of its own, traced when it is lowered, it costs nothing
+# where ``platform_dependent`` only names it and another platform is compiled for.
+_sweep_p = Primitive("cut_bce_tpu")
+_sweep_p.multiple_results = True
+
+
+def _run(spec, h_TD, table_VD, bias_V, weight_T):
+    """(loss_T, above_T, dh_TD, dtable_VD, dbias_V), None where the spec has none."""
+
+    def bind(*arrays):
+        return _sweep_p.bind(*(x for x in arrays if x is not None), spec=spec)
+
+    # vmap becomes a loop over the kernel: its scratch and its copies know one batch only.
+    results = iter(jax.custom_batching.sequential_vmap(bind)(h_TD, table_VD, bias_V, weight_T))
+    return tuple(next(results) if wanted else None for wanted in _wanted(spec))
+
+
+def _wanted(spec) -> tuple[bool, ...]:
+    gradients = spec.gradients
+    return spec.loss, spec.threshold is not None, gradients, gradients, gradients and spec.bias
+
+
+@_sweep_p.def_abstract_eval
+def _(h_TD, table_VD, *_, spec):
+    f32, tokens = jnp.dtype("float32"), h_TD.shape[:1]
+    results = (
+        (tokens, f32),
+        (tokens, jnp.dtype("int32")),
+        (h_TD.shape, f32),
+        (table_VD.shape, f32),
+        (table_VD.shape[:1], f32),
+    )
+    return [jax.core.ShapedArray(*x) for x, wanted in zip(results, _wanted(spec), strict=True) if wanted]
+
+
+def _traced(h_TD, table_VD, *rest, spec):
+    bias_V = rest[0] if spec.bias else None
+    if spec.gradients:
+        results = _sweep(spec, h_TD, table_VD, bias_V, rest[-1])
+    else:
+        outs = lax.map(lambda h_CD: _call(spec, h_CD, table_VD, bias_V, None)[0], _blocks(h_TD, spec.plan))
+        results = _unblock(outs, h_TD.shape[0])
+    return [x for x in results if x is not None]
+
+
+_sweep_p.def_impl(jax.jit(_traced, static_argnames="spec"))
+mlir.register_lowering(_sweep_p, mlir.lower_fun(_traced, multiple_results=True))
+
+
+def _sweep(spec, h_TD, table_VD, bias_V, weight_T):
+    """One call, or one a block of tokens with the table's gradient handed from call to call."""
+    plan = spec.plan
     h_BCD, weight_BC = _blocks(h_TD, plan), _blocks(weight_T, plan)
     out, dtable_VD, dbias_V = _call(spec, h_BCD[0], table_VD, bias_V, weight_BC[0])
-    if plan.blocks == 1:
-        outs = jax.tree.map(lambda x: x[None], out)
-    else:
+    outs = jax.tree.map(lambda x: x[None], out)
+    if plan.blocks > 1:
         spec = spec._replace(accumulate=True)
 
         def step(carry, block):
@@ -65,15 +122,8 @@ def _sweep(h_TD, table_VD, bias_V, weight_T, *, plan, threshold, loss):
             return (dtable_VD, None if dbias_V is None else carry[1] + dbias_V), out
 
         (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), (h_BCD[1:], weight_BC[1:]))
-        outs = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), out, rest)
-    loss_T, above_T, dh_TD = _unblock(outs, h_TD.shape[0])
-    return loss_T, above_T, dh_TD, dtable_VD, dbias_V
-
-
-def _forward_sweep(h_TD, table_VD, bias_V, *, plan, threshold):
-    spec = Spec(plan, table_VD.shape[0], table_VD.shape[1], threshold, True, False, bias_V is not None, False)
-    outs = lax.map(lambda h_CD: _call(spec, h_CD, table_VD, bias_V, None)[0], _blocks(h_TD, plan))
-    return _unblock(outs, h_TD.shape[0])[:2]
+        outs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), outs, rest)
+    return *_unblock(outs, h_TD.shape[0]), dtable_VD, dbias_V
 
 
 def _blocks(x, plan):

@@ -41,6 +41,7 @@ class Spec(NamedTuple):
     gradients: bool
     bias: bool
     accumulate: bool  # dtable starts from an input instead of zero
+    precision: lax.Precision  # of the matmuls
 
     @property
     def padded(self) -> int:
@@ -230,6 +231,11 @@ class _Tile:
         if self.spec.loss:
             self.add_losses(losses, peak)
 
+    def dot(self, a, b, over=(1, 0)):
+        """float32 product over dimension over[0] of a and over[1] of b."""
+        dimensions = (((over[0],), (over[1],)), ((), ()))
+        return lax.dot_general(a, b, dimensions, self.spec.precision, preferred_element_type=jnp.float32)
+
     def resident(self, c: slice):
         """The slice of a resident array [8, tokens] that belongs to tokens ``c`` of this tile."""
         start = pl.multiple_of(self.t * self.plan.tokens + c.start, self.plan.sub_tokens)
@@ -237,7 +243,7 @@ class _Tile:
 
     def logits(self, c, k):
         """z_KC without offset."""
-        return jnp.dot(self.rows[k, :], self.refs.hidden_t[:, c], preferred_element_type=jnp.float32)
+        return self.dot(self.rows[k, :], self.refs.hidden_t[:, c])
 
     def offset_of(self, start, rows: int):
         """[rows, sub_tokens]: the items' bias, -inf where there is no item."""
@@ -277,12 +283,11 @@ class _Tile:
     def gradients(self, c, k, s_KC):
         refs, spec = self.refs, self.spec
         if spec.columnar:
-            over_tokens = (((1,), (1,)), ((), ()))
-            dtable_DK = lax.dot_general(refs.weighted[:, c], s_KC, over_tokens, preferred_element_type=jnp.float32)
+            dtable_DK = self.dot(refs.weighted[:, c], s_KC, over=(1, 1))
             refs.dtable[:, k] += dtable_DK[: spec.width]
         else:
-            refs.dtable[k, :] += jnp.dot(s_KC, refs.weighted[c, :], preferred_element_type=jnp.float32)
-        dh_DC = jnp.dot(self.columns[:, k], s_KC, preferred_element_type=jnp.float32)
+            refs.dtable[k, :] += self.dot(s_KC, refs.weighted[c, :])
+        dh_DC = self.dot(self.columns[:, k], s_KC)
         if self.plan.dh == "hbm":
             slot = (pl.program_id(0) * pl.num_programs(1) + self.t) % 2
             refs.dh_acc[slot, :, c] += dh_DC
@@ -306,7 +311,7 @@ class _Tile:
     def exact_loss(self, c):
         def body(i, loss):
             start = pl.multiple_of(i * LANES, LANES)
-            z = jnp.dot(self.rows[pl.ds(start, LANES), :], self.refs.hidden_t[:, c], preferred_element_type=jnp.float32)
+            z = self.dot(self.rows[pl.ds(start, LANES), :], self.refs.hidden_t[:, c])
             if self.offset:
                 z = z + self.offset_of(start, LANES)
             z = jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
