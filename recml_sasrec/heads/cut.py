@@ -84,7 +84,7 @@ def cut_bce(
       table: [V, D] item table.
       targets: int [..., L], each token's set of positive items. Ids outside [0, V) are padding, repeats count once.
       bias: [V] item bias.
-      weights: [...] token weights, 0 masks a token; 1 everywhere if None. Differentiable.
+      weights: [...] token weights, 1 everywhere if None. Differentiable; 0 masks a token, and its gradient is 0.
       positive_weight: factor of the positives' terms, softplus(-z).
       temperature: divides hidden; may be a traced scalar.
       reduction: "token_mean", sum over items, weighted mean over tokens (0 if all weights are 0); "mean", that divided
@@ -100,21 +100,23 @@ def cut_bce(
     Raises:
       ValueError: shapes that do not fit each other, an unknown reduction or implementation.
     """
+    hidden, table, targets, bias, weights = as_arrays(hidden, table, targets, bias, weights)
     shape = check_shapes(hidden, table, targets, bias, weights, reduction)
     if implementation not in ("auto", "xla", "pallas_tpu"):
         raise ValueError(f"implementation must be 'auto', 'xla' or 'pallas_tpu', got {implementation!r}")
     if tile is not None and tile < 1:
         raise ValueError(f"tile must be at least 1 item, got {tile}; None lets it be chosen")
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
-    options = _Options(
-        float(positive_weight), float(threshold) if with_counts else None, tile, implementation
-    )
+    options = _Options(float(positive_weight), float(threshold) if with_counts else None, tile, implementation)
     op = _token_losses if reduction == "none" else _weighted_sum
     loss, stats = op(h_TD, table, bias, targets_TL, weight_T, options)
-    loss = (
-        loss.reshape(shape) if reduction == "none" else normalise(loss, weight_T, reduction, table.shape[0])
-    )
+    loss = loss.reshape(shape) if reduction == "none" else normalise(loss, weight_T, reduction, table.shape[0])
     return loss, counting.from_tokens(*stats, weight_T, table.shape[0]) if with_counts else None
+
+
+def as_arrays(*arrays):
+    """JAX arrays of whatever numpy takes for an array; None stays None."""
+    return [None if x is None else jnp.asarray(x) for x in arrays]
 
 
 def check_shapes(hidden, table, targets, bias, weights, reduction) -> tuple[int, ...]:
@@ -124,9 +126,7 @@ def check_shapes(hidden, table, targets, bias, weights, reduction) -> tuple[int,
     expected |= {"bias": (bias, (items,)), "weights": (weights, shape)}
     for name, (array, wanted) in expected.items():
         if array is not None and array.shape != wanted:
-            raise ValueError(
-                f"{name} must be {list(wanted)} to fit hidden and table, got {list(array.shape)}"
-            )
+            raise ValueError(f"{name} must be {list(wanted)} to fit hidden and table, got {list(array.shape)}")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets must be integer item ids, got {targets.dtype}")
     if reduction not in ("token_mean", "mean", "sum", "none"):
@@ -233,9 +233,7 @@ def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: _Option
 def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
     """float32 gradients times the scalar cotangent, in the dtypes of the primals."""
     primals = (h_TD, table_VD, bias_V)
-    return [
-        None if x is None else (g * scale).astype(x.dtype) for g, x in zip(gradients, primals, strict=True)
-    ]
+    return [None if x is None else (g * scale).astype(x.dtype) for g, x in zip(gradients, primals, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads.counts import Counts
-from recml_sasrec.heads.cut import Reduction, check_shapes, flatten, normalise, positive_set
+from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normalise, positive_set
 
 
 def dense_bce(
@@ -26,13 +26,12 @@ def dense_bce(
     Arguments, results and errors are those of ``cut_bce``; derivatives are JAX's own. Per logit, with y in {0, 1}:
     positive_weight * y * softplus(-z) + (1 - y) * softplus(z).
     """
+    hidden, table, targets, bias, weights = as_arrays(hidden, table, targets, bias, weights)
     shape = check_shapes(hidden, table, targets, bias, weights, reduction)
     items = table.shape[0]
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
     dtype = jnp.promote_types(h_TD.dtype, table.dtype)
-    logits_TV = jnp.einsum(
-        "td,vd->tv", h_TD.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
-    )
+    logits_TV = jnp.einsum("td,vd->tv", h_TD.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         logits_TV += bias.astype(jnp.float32)
     labels_TV = multi_hot(targets_TL, items)
@@ -45,9 +44,7 @@ def dense_bce(
             positive_weight * jax.nn.softplus(-logits_TV) - jax.nn.softplus(logits_TV)
         )
     loss_T = jnp.where(weight_T != 0, weight_T * losses_TV.sum(1), 0)
-    loss = (
-        loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
-    )
+    loss = loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
     if not with_counts:
         return loss, None
     above_TV, positive_TV = logits_TV > threshold, labels_TV > 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads.counts import Counts
-from recml_sasrec.heads.cut import Reduction, check_shapes, flatten, normalise, positive_set
+from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normalise, positive_set
 
 
 def sampled_bce(
@@ -32,6 +32,7 @@ def sampled_bce(
     the other heads; ``counts`` are over the scored pairs only, so they sum to targets plus negatives. A token whose
     targets are the whole catalogue has no negatives.
     """
+    hidden, table, targets, bias, weights = as_arrays(hidden, table, targets, bias, weights)
     shape = check_shapes(hidden, table, targets, bias, weights, reduction)
     if negatives < 1:
         raise ValueError(f"negatives must be at least 1, got {negatives}")
@@ -52,9 +53,7 @@ def sampled_bce(
     negative_loss_TK = jnp.where(drawn_T1, jax.nn.softplus(logits_TS[:, slots:]), 0)
     loss_T = positive_weight * positive_loss_TL.sum(1) + negative_loss_TK.sum(1)
     loss_T = jnp.where(weight_T != 0, weight_T * loss_T, 0)
-    loss = (
-        loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
-    )
+    loss = loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
     if not with_counts:
         return loss, None
     true_T = (mask_TL & (logits_TS[:, :slots] > threshold)).sum(1, dtype=jnp.int32)
@@ -73,9 +72,7 @@ def draw_negatives(
     an id. Nothing is rejected, so the draws are exactly uniform and the shapes static.
     """
     free_T1 = items - mask_TL.sum(1, keepdims=True, dtype=jnp.int32)
-    draw_TK = jax.random.randint(
-        key, (positive_TL.shape[0], negatives), 0, jnp.maximum(free_T1, 1), jnp.int32
-    )
+    draw_TK = jax.random.randint(key, (positive_TL.shape[0], negatives), 0, jnp.maximum(free_T1, 1), jnp.int32)
     ascending_LT = jnp.sort(positive_TL, axis=1).T  # padding is V, above every id
 
     def step_over(id_TK, positive_T):
