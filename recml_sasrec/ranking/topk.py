@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 TILE = 16_384  # items of a tile: [512, TILE] float32 scores are 32 MiB
-GROUP = 16  # consecutive items whose maximum stands for them in the first selection
+GROUP = 32  # consecutive items whose maximum stands for them in the first selection
 
 
 def top_k(
@@ -73,13 +73,15 @@ def top_k(
             rows_VD,
             precision=lax.Precision.HIGHEST,  # the default rounds float32 to bfloat16 on TPU: ties that are none
             preferred_element_type=jnp.float32,
-        ).reshape(queries, group, groups)
+        )
         fresh = start + jnp.arange(tile, dtype=jnp.int32) >= first
         keep = lax.dynamic_slice_in_dim(allowed, start, tile) & fresh
-        offset = jnp.where(keep, lax.dynamic_slice_in_dim(addend, start, tile), -jnp.inf).reshape(groups, group).T
+        offset = jnp.where(keep, lax.dynamic_slice_in_dim(addend, start, tile), -jnp.inf)
+        offset = offset.reshape(groups, group).T.reshape(tile)
         scores += lax.optimization_barrier(offset)  # or XLA computes it again for each query
         # The comparison also turns NaN into -inf; and -0.0, which sorts below 0.0, into the 0.0 it ties with.
         scores = jnp.where(scores > -jnp.inf, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+        scores = scores.reshape(queries, group, groups)  # not before: XLA would not vectorise the lines above
         if exclude is None:
             return scores
         local = exclude - start
