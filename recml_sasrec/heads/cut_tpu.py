@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from recml_sasrec.heads import tiles
-from recml_sasrec.heads.cut_tpu_kernel import LANES, ROWS, Spec, kernel
+from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, LANES, ROWS, Spec, kernel
 
 
 def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
@@ -176,23 +176,25 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
     """What the variant reads, writes, keeps, by name: inputs (array, block), outputs (shape, dtype, block), scratch."""
     plan, dtype, f32 = spec.plan, table_VD.dtype, jnp.float32
     h_CD = jnp.pad(h_CD, [(0, 0), (0, spec.padded - spec.width)])
+    tokens, extension = h_CD.shape[0], EXTENSION if spec.folded else 0
+    extended_CD = jnp.concatenate([h_CD, jnp.ones((tokens, extension), dtype)], 1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     if spec.columnar:
         table, table_block = table_VD.T, pl.BlockSpec((spec.width, plan.items), lambda v, t: (0, v))
     else:
         table, table_block = table_VD, pl.BlockSpec((plan.items, spec.width), lambda v, t: (v, 0))
     item_row = pl.BlockSpec((1, plan.items), lambda v, t: (0, v))
-    token_columns = pl.BlockSpec((spec.padded, plan.tokens), lambda v, t: (0, t))
+    token_columns = pl.BlockSpec((spec.padded + extension, plan.tokens), lambda v, t: (0, t))
 
-    inputs = {"table": (table, table_block), "hidden_t": (h_CD.T, token_columns)}
+    inputs = {"table": (table, table_block), "hidden_t": (extended_CD.T, token_columns)}
     outputs, scratch = {}, {}
-    if spec.columnar or spec.copied:
-        scratch["rows"] = pltpu.VMEM((plan.items, spec.padded), dtype)
+    if spec.columnar or spec.copied or spec.folded:
+        scratch["rows"] = pltpu.VMEM((plan.items, spec.padded + extension), dtype)
     if spec.copied or (spec.gradients and not spec.columnar):
         scratch["columns"] = pltpu.VMEM((spec.padded, plan.items), dtype)
     if spec.bias:
         inputs["bias"] = (bias_V[None], item_row)
-    if spec.bias or spec.ragged:
+    if (spec.bias or spec.ragged) and not spec.folded:
         scratch["offset"] = pltpu.VMEM((plan.items, LANES), f32)
     if spec.loss:
         outputs["loss"] = ((ROWS, plan.block), f32, anywhere)
@@ -203,11 +205,16 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
     if not spec.gradients:
         return inputs, outputs, scratch
 
-    weighted_CD = (weight_C[:, None] * h_CD.astype(f32)).astype(h_CD.dtype)
+    # Column D of the weighted hidden states is the weight alone, which makes dbias a column of dtable.
+    beside = (extension if spec.columnar else LANES) if spec.folded and spec.bias else 0
+    weighted_CD = jnp.pad(h_CD.astype(f32), [(0, 0), (0, beside)])
+    weighted_CD = weighted_CD.at[:, spec.padded : spec.padded + 1].set(1) if beside else weighted_CD
+    weighted_CD = (weight_C[:, None] * weighted_CD).astype(dtype)
     if spec.columnar:
-        inputs["weighted"] = (weighted_CD.T, token_columns)
+        block = pl.BlockSpec((spec.padded + beside, plan.tokens), lambda v, t: (0, t))
+        inputs["weighted"] = (weighted_CD.T, block)
     else:
-        inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded), lambda v, t: (t, 0)))
+        inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded + beside), lambda v, t: (t, 0)))
     outputs["dh_t"] = ((spec.padded, plan.block), f32, anywhere)
     outputs["dtable"] = (table.shape, f32, table_block)
     if plan.dh == "hbm":
@@ -216,9 +223,11 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
     else:
         scratch["dh_acc"] = pltpu.VMEM((spec.padded, plan.block), f32)
     if spec.bias:
-        inputs["weight"] = (weight_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
         outputs["dbias"] = ((1, spec.items), f32, item_row)
-        scratch["dbias_acc"] = pltpu.VMEM((plan.items, LANES), f32)
+        if not spec.folded:
+            inputs["weight"] = (weight_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
+        if not (spec.folded and spec.columnar):
+            scratch["dbias_acc"] = pltpu.VMEM((plan.items, LANES), f32)
     if spec.accumulate:
         inputs["dtable_in"] = (dtable_VD.T if spec.columnar else dtable_VD, table_block)
     return inputs, outputs, scratch

@@ -27,6 +27,7 @@ from recml_sasrec.heads import tiles
 ROWS = 8  # sublanes of a register
 LANES = 128
 _GROUP = 32  # logits of a product
+EXTENSION = 16  # rows that hold the offset's pieces, whole registers of 16-bit rows
 _CLAMP = 80.0  # exp(80) and its reciprocal are normal float32; sigmoid(80) is 1
 
 
@@ -65,6 +66,14 @@ class Spec(NamedTuple):
         """The table's tile needs zeros where it has no items or columns."""
         return self.ragged or self.padded != self.width
 
+    @property
+    def folded(self) -> bool:
+        """The matrix unit has idle rows that add the offset, and idle columns or few more rows that give dbias.
+
+        The offset, bias or -1e30 where the last tile has no item, is then three exact pieces in E against ones in h.
+        """
+        return (self.bias or self.ragged) and self.padded % self.plan.mxu_width != 0
+
 
 def kernel(spec: Spec, refs):
     """A grid step: tile ``program_id(0)`` of the items, ``program_id(1)`` of the tokens."""
@@ -86,15 +95,15 @@ def kernel(spec: Spec, refs):
 
     if spec.gradients and spec.plan.dh == "hbm":
         _exchange_dh(spec, refs, v, t)
-    if spec.ragged and not spec.bias:  # only the last tile pays for its missing items
+    if spec.ragged and not spec.bias and not spec.folded:  # only the last tile pays for its missing items
         tail = v == pl.num_programs(0) - 1
         pl.when(tail)(lambda: _Tile(spec, refs, t, True).run())
         pl.when(jnp.logical_not(tail))(lambda: _Tile(spec, refs, t, False).run())
     else:
-        _Tile(spec, refs, t, spec.bias).run()
+        _Tile(spec, refs, t, spec.bias and not spec.folded).run()
     if spec.gradients and spec.plan.dh == "hbm":
         _store_dh(spec, refs, v, t, last)
-    if spec.gradients and spec.bias:
+    if hasattr(refs, "dbias_acc"):
         pl.when(t == pl.num_programs(1) - 1)(lambda: _finish_bias(refs))
 
     @pl.when(last)
@@ -136,7 +145,7 @@ def _start_items(spec, refs, v):
         rows = ROWS if spec.columnar else LANES
         _fill(refs.dtable, rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
         if spec.bias:
-            _fill(refs.dbias_acc, LANES)
+            _fill(getattr(refs, "dbias_acc", refs.dbias), LANES)
 
 
 def _copy_table(spec, refs, at, item):
@@ -148,15 +157,36 @@ def _copy_table(spec, refs, at, item):
             refs.columns[:, at] = jnp.zeros((spec.padded, LANES), columns_DK.dtype)
             refs.columns[: spec.width, at] = jnp.where(item_1K < spec.items, columns_DK, jnp.zeros_like(columns_DK))
             columns_DK = refs.columns[:, at]
+        if spec.folded:
+            columns_DK = jnp.concatenate([columns_DK, _extension(spec, refs, at, item)])
         refs.rows[at, :] = columns_DK.T
         return
     rows_KD = refs.table[at, :]
     if spec.copied:
         item_K1 = item + lax.broadcasted_iota(jnp.int32, (LANES, 1), 0)
         rows_KD = jnp.where(item_K1 < spec.items, rows_KD, jnp.zeros_like(rows_KD))
+    if spec.folded:
+        refs.rows[at, : spec.width] = rows_KD
+        refs.rows[at, spec.width :] = _extension(spec, refs, at, item).T
+    elif spec.copied:
         refs.rows[at, :] = rows_KD
     if spec.gradients:
         refs.columns[:, at] = rows_KD.T
+
+
+def _extension(spec, refs, at, item):
+    """[16, 128]: the offsets of the items ``at`` as three numbers of 8 bits each, which bfloat16 holds exactly."""
+    item_1K = item + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    rest_1K = jnp.maximum(refs.bias[:, at], -1e30) if spec.bias else jnp.zeros((1, LANES), jnp.float32)
+    rest_1K = jnp.where(item_1K < spec.items, rest_1K, -1e30)
+    row_RK = lax.broadcasted_iota(jnp.int32, (EXTENSION, LANES), 0)
+    pieces_RK = jnp.zeros((EXTENSION, LANES), jnp.float32)
+    for row in range(3):
+        bits_1K = lax.bitcast_convert_type(rest_1K, jnp.int32) & ~0xFFFF
+        piece_1K = lax.bitcast_convert_type(bits_1K, jnp.float32)
+        pieces_RK = jnp.where(row_RK == row, piece_1K, pieces_RK)
+        rest_1K = rest_1K - piece_1K
+    return pieces_RK.astype(refs.table.dtype)
 
 
 def _finish_bias(refs):
@@ -198,6 +228,18 @@ def _store_dh(spec, refs, v, t, last):
     pl.when(last)(copy.wait)
 
 
+def _pack(pieces, dtype):
+    """Pairs of registers, joined and cast: two of float32 fill one of bfloat16, and one by one they'd need merging."""
+    return [jnp.concatenate(pieces[i : i + 2]).astype(dtype) for i in range(0, len(pieces), 2)]
+
+
+def _count_positive(logits):
+    """int32 [8, tokens]: how many are > 0. bfloat16 keeps the sign, counts to 256, and two share an instruction."""
+    ones = [jnp.where(z > 0, jnp.ones_like(z), jnp.zeros_like(z)) for z in _pack(logits, jnp.bfloat16)]
+    total = functools.reduce(jnp.add, ones).astype(jnp.float32)
+    return (total[:ROWS] + total[ROWS:]).astype(jnp.int32)
+
+
 class _Tile:
     """The arithmetic of one grid step, sub-tile by sub-tile."""
 
@@ -212,7 +254,7 @@ class _Tile:
         tokens = [slice(i, i + plan.sub_tokens) for i in range(0, plan.tokens, plan.sub_tokens)]
         items = [slice(i, i + plan.sub_items) for i in range(0, plan.items, plan.sub_items)]
         subtiles = [(c, k) for c in tokens for k in items]
-        losses, peak, previous = [], self.zeros, None
+        losses, peak, previous, dh_DC = [], self.zeros, None, None
         z_KC = self.logits(*subtiles[0])
         for i, (c, k) in enumerate(subtiles):
             if k == items[0]:
@@ -220,14 +262,14 @@ class _Tile:
             following = self.logits(*subtiles[i + 1]) if i + 1 < len(subtiles) else None
             s_KC, loss, peak, above = self.elementwise(c, k, z_KC, loss, peak, above)
             if previous is not None:
-                self.gradients(*previous)
+                dh_DC = self.gradients(*previous, dh_DC, last=previous[1] == items[-1])
             previous, z_KC = ((c, k, s_KC) if self.spec.gradients else None), following
             if k == items[-1]:
                 losses.append((c, loss))
                 if self.spec.threshold is not None:
                     self.refs.above_acc[:, self.resident(c)] += above
         if previous is not None:
-            self.gradients(*previous)
+            self.gradients(*previous, dh_DC, last=True)
         if self.spec.loss:
             self.add_losses(losses, peak)
 
@@ -251,48 +293,60 @@ class _Tile:
 
     def elementwise(self, c, k, z_KC, loss, peak, above):
         """Sigmoids in the table's dtype, and the sums over the sub-tile's items; a register's rows at a time."""
-        spec, pieces, product = self.spec, [], None
+        spec, logits, pieces, product = self.spec, [], [], None
+        packed = spec.threshold == 0 and self.plan.packed
         for i, row in enumerate(range(0, self.plan.sub_items, ROWS)):
             z = z_KC[row : row + ROWS, :]
             if self.offset:
                 z = z + self.offset_of(k.start + row, ROWS)
-            if spec.threshold is not None:
+            if spec.threshold is not None and not packed:
                 above = above + (z > spec.threshold).astype(jnp.int32)
+            logits.append(z)
             g = jnp.exp(jnp.minimum(z, _CLAMP))
             d = 1 + g
             if spec.loss:
                 product = g if product is None else product * d + g
-                if (i + 1) % (_GROUP) == 0 or row + ROWS == self.plan.sub_items:
+                if (i + 1) % _GROUP == 0 or row + ROWS == self.plan.sub_items:
                     log = jnp.log1p(product)
                     loss, peak, product = loss + log, jnp.maximum(peak, log), None
             if spec.gradients:
                 # bfloat16 keeps 8 bits of the sigmoid: the hardware's approximation is better than that.
                 s = g * pl.reciprocal(d, approx=z_KC.dtype != self.rows.dtype)
-                if spec.bias:
+                if spec.bias and not spec.folded:
                     self.add_bias_gradient(c, k.start + row, s)
                 pieces.append(s)
-        # Two registers of float32 fill one of bfloat16; packed one by one they'd have to be merged.
-        pairs = [jnp.concatenate(pieces[i : i + 2]).astype(self.rows.dtype) for i in range(0, len(pieces), 2)]
-        return (jnp.concatenate(pairs) if pairs else None), loss, peak, above
+        if packed:
+            above = above + _count_positive(logits)
+        return (jnp.concatenate(_pack(pieces, self.rows.dtype)) if pieces else None), loss, peak, above
 
     def add_bias_gradient(self, c, row, s):
         weighted = s * self.refs.weight[:, c]
         lanes = [weighted[:, i : i + LANES] for i in range(0, self.plan.sub_tokens, LANES)]
         self.refs.dbias_acc[pl.ds(row, ROWS), :] += functools.reduce(jnp.add, lanes)
 
-    def gradients(self, c, k, s_KC):
+    def gradients(self, c, k, s_KC, dh_DC, last: bool):
+        """Adds to dtable and dbias; returns the tokens' dh so far, None when it was the ``last`` and is stored."""
         refs, spec = self.refs, self.spec
         if spec.columnar:
             dtable_DK = self.dot(refs.weighted[:, c], s_KC, over=(1, 1))
             refs.dtable[:, k] += dtable_DK[: spec.width]
+            if spec.bias and spec.folded:
+                refs.dbias[:, k] += dtable_DK[spec.padded : spec.padded + 1]
         else:
-            refs.dtable[k, :] += self.dot(s_KC, refs.weighted[c, :])
-        dh_DC = self.dot(self.columns[:, k], s_KC)
+            dtable_KD = self.dot(s_KC, refs.weighted[c, :])
+            refs.dtable[k, :] += dtable_KD[:, : spec.width]
+            if spec.bias and spec.folded:
+                refs.dbias_acc[k, :] += dtable_KD[:, spec.width :]
+        part_DC = self.dot(self.columns[:, k], s_KC)
+        dh_DC = part_DC if dh_DC is None else dh_DC + part_DC
+        if not last:
+            return dh_DC
         if self.plan.dh == "hbm":
             slot = (pl.program_id(0) * pl.num_programs(1) + self.t) % 2
             refs.dh_acc[slot, :, c] += dh_DC
         else:
             refs.dh_acc[:, self.resident(c)] += dh_DC
+        return None
 
     def add_losses(self, losses, peak):
         """The step's losses, or where a product reached exp(80) or a logit is NaN, the same logit by logit."""
@@ -303,18 +357,22 @@ class _Tile:
             for c, loss in losses:
                 self.refs.loss_acc[:, self.resident(c)] += loss
 
-        @pl.when(jnp.logical_not(fine))
-        def _():
-            for c, _ in losses:
-                self.refs.loss_acc[:, self.resident(c)] += self.exact_loss(c)
+        pl.when(jnp.logical_not(fine))(self.add_exact_losses)
 
-    def exact_loss(self, c):
-        def body(i, loss):
-            start = pl.multiple_of(i * LANES, LANES)
-            z = self.dot(self.rows[pl.ds(start, LANES), :], self.refs.hidden_t[:, c])
+    def add_exact_losses(self):
+        """As loops over small pieces: hardly ever run, but part of the program."""
+        rows, width, refs = 32, self.plan.sub_tokens, self.refs
+
+        def piece(i, _):
+            per_token = self.plan.items // rows
+            c, start = i // per_token * width, pl.multiple_of(i % per_token * rows, rows)
+            c = pl.multiple_of(c, width)
+            z = self.dot(self.rows[pl.ds(start, rows), :], refs.hidden_t[:, pl.ds(c, width)])
             if self.offset:
-                z = z + self.offset_of(start, LANES)
+                z = z + self.offset_of(start, rows)
             z = jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
-            return loss + z.reshape(-1, ROWS, self.plan.sub_tokens).sum(0)
+            at = pl.ds(pl.multiple_of(self.t * self.plan.tokens + c, width), width)
+            refs.loss_acc[:, at] += z.reshape(-1, ROWS, width).sum(0)
+            return 0
 
-        return lax.fori_loop(0, self.plan.items // LANES, body, self.zeros)
+        lax.fori_loop(0, self.plan.tokens // width * (self.plan.items // rows), piece, 0)

@@ -18,7 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 Accumulation = Literal["resident", "hbm", "blocks"]
 _MIB = 2**20
 _LANES = 128
-_UNROLLED = 2**20  # logits of a grid step: its sub-tiles are unrolled, so this bounds the program's size
+# (items, tokens) of a tile, best first. A step's sub-tiles are unrolled: a wider tile spreads what a step costs at its
+# ends, but 2**21 logits are all a program should hold.
+_TILES = ((2048, 1024), (2048, 512), (1024, 512), (512, 256), (256, 128), (128, 128))
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,15 @@ class Chip:
     name: str
     vmem_bytes: int
     mxu_width: int
+    packed: bool  # its vector unit computes in bfloat16, two values a lane
 
 
 CHIPS = {
-    "v4": Chip("v4", 16 * _MIB, 128),
-    "v5e": Chip("v5e", 128 * _MIB, 128),
-    "v5p": Chip("v5p", 64 * _MIB, 128),
-    "v6e": Chip("v6e", 128 * _MIB, 256),
-    "7x": Chip("7x", 64 * _MIB, 256),
+    "v4": Chip("v4", 16 * _MIB, 128, False),
+    "v5e": Chip("v5e", 128 * _MIB, 128, False),
+    "v5p": Chip("v5p", 64 * _MIB, 128, False),
+    "v6e": Chip("v6e", 128 * _MIB, 256, True),
+    "7x": Chip("7x", 64 * _MIB, 256, True),
 }
 
 
@@ -49,7 +52,7 @@ def current_chip() -> Chip:
     except (ValueError, RuntimeError, NotImplementedError):
         return CHIPS["v4"]
     name = str(info.chip_version)
-    return Chip(name, info.vmem_capacity_bytes, info.mxu_column_size)
+    return Chip(name, info.vmem_capacity_bytes, info.mxu_column_size, info.generation >= 6)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Plan:
     sub_tokens: int
     block: int  # tokens of one kernel call, a multiple of ``tokens``; all of them unless dh == "blocks"
     blocks: int
+    packed: bool  # bfloat16 arithmetic where it is exact
+    mxu_width: int
     vmem_bytes: int  # what the kernel is counted to need
     vmem_limit: int  # what the compiler is allowed, its own scratch included
 
@@ -99,54 +104,56 @@ def plan(
     Raises:
       ValueError: what was asked for does not fit the chip's VMEM; names what would.
     """
-    sub = _sub_tile(tokens, items, chip, tile, token_tile)
     limit = chip.vmem_bytes * 7 // 8
     budget = limit * 3 // 4  # the rest is the compiler's: spilled registers, semaphores, its own buffers
-
-    def size(dh: Accumulation, block: int | None = None) -> Plan:
-        sized = _sized(tokens, width, itemsize, chip, gradients, dh, sub, block)
-        return dataclasses.replace(sized, vmem_limit=limit)
-
-    if not gradients:
-        candidates = (
-            [size("blocks", block)] if block else [size("resident"), size("blocks", _fitting_block(size, budget))]
-        )
-    elif block is not None or dh == "blocks":
-        candidates = [size("blocks", block or _fitting_block(size, budget))]
-    elif dh is not None:
-        candidates = [size(dh)]
-    else:
-        # Read-modify-write costs the same traffic as one more block where a block holds as many tokens as V has items
-        # in a tile times the tiles; it stays behind the arithmetic on every chip, so it comes before blocks.
-        candidates = [size("resident"), size("hbm"), size("blocks", _fitting_block(size, budget))]
-    for candidate in candidates:
-        if candidate.vmem_bytes <= budget and not (candidate.dh == "hbm" and candidate.block == candidate.tokens):
-            return candidate
-    asked = candidates[-1]
-    raise ValueError(
-        f"a tile of {asked.items} items x {asked.tokens} tokens at width {width} with dh {asked.dh} needs "
-        f"{asked.vmem_bytes / _MIB:.1f} MiB of VMEM, {chip.name} has {budget / _MIB:.1f} to give: "
-        f"{_remedy(size, budget, asked)}"
+    if block is not None:
+        dh = "blocks"
+    # Read-modify-write of dh stays behind the arithmetic on every chip, and blocks would read the table once more each.
+    ways: tuple[Accumulation, ...] = (
+        (dh,) if dh else ("resident", "hbm", "blocks") if gradients else ("resident", "blocks")
     )
+    sizes = _TILES if tile is None and token_tile is None else _TILES[:1]
+    for default_items, default_tokens in sizes:
+        sub = _sub_tile(tokens, items, chip, tile or default_items, token_tile or default_tokens)
+        for way in ways:
+
+            def size(block: int | None, way=way, sub=sub) -> Plan:
+                return _sized(tokens, width, itemsize, chip, gradients, way, sub, block)
+
+            plan = size(block or _fitting_block(size, budget)) if way == "blocks" else size(None)
+            # Reading a part of dh that the step before still writes: one T tile has to be resident.
+            if plan.vmem_bytes <= budget and not (way == "hbm" and plan.block == plan.tokens):
+                return dataclasses.replace(plan, vmem_limit=limit)
+    raise ValueError(
+        f"a tile of {plan.items} items x {plan.tokens} tokens at width {width}, dh {plan.dh}, needs "
+        f"{plan.vmem_bytes / _MIB:.1f} MiB of VMEM and {chip.name} has {budget / _MIB:.1f} to give; "
+        f"{_remedy(tokens, items, width, itemsize, chip, gradients)}"
+    )
+
+
+def _remedy(*shape) -> str:
+    try:
+        return f"left to itself this would fit: {plan(*shape[:-1], gradients=shape[-1])}"
+    except ValueError:
+        return "no tile of this width fits; implementation='xla' does"
 
 
 def _sub_tile(tokens, items, chip, tile, token_tile):
     """(items, tokens, sub_items, sub_tokens) of a tile."""
-    # A wider MXU fills with half the tokens; then more items a sub-tile amortise its pipeline better.
-    sub_items, sub_tokens = (512, 256) if chip.mxu_width == 256 else (256, 512)
-    token_tile = min(_round_up(token_tile or 512, _LANES), _round_up(tokens, _LANES))
-    sub_tokens = max(n for n in (_LANES, 256, 512) if n <= sub_tokens and token_tile % n == 0)
-    most_items = _UNROLLED // token_tile if tile is None else tile
-    tile_items = _round_up(min(most_items, items, 2048 if tile is None else tile), _LANES)
-    sub_items = max(n for n in (_LANES, 256, 512) if n <= sub_items and tile_items % n == 0)
-    return tile_items, token_tile, sub_items, sub_tokens
+    tile_tokens = min(_round_up(token_tile, _LANES), _round_up(tokens, _LANES))
+    tile_items = min(_round_up(tile, _LANES), _round_up(items, _LANES))
+    # A wider matrix unit is filled by fewer tokens.
+    most_tokens = 256 if chip.mxu_width == 256 else 512
+    sub_tokens = max(n for n in (_LANES, 256, 512) if n <= most_tokens and tile_tokens % n == 0)
+    sub_items = max(n for n in (_LANES, 256, 512) if tile_items % n == 0)
+    return tile_items, tile_tokens, sub_items, sub_tokens
 
 
 def _sized(tokens, width, itemsize, chip, gradients, dh, sub, block) -> Plan:
     tile_items, tile_tokens, sub_items, sub_tokens = sub
     total = _round_up(tokens, tile_tokens)
     block = min(_round_up(block or total, tile_tokens), total) if dh == "blocks" else total
-    lanes, rows = _round_up(width, _LANES), _round_up(width, 16)
+    lanes, rows = _round_up(width + 1, _LANES), _round_up(width, 16) + 16  # with the bias among them
     table_tile = tile_items * lanes
     # Blocks that the pipeline double-buffers, then what is allocated once.
     need = 2 * (table_tile * itemsize + rows * tile_tokens * itemsize + 8 * tile_items * 4 + 8 * tile_tokens * 4)
@@ -156,26 +163,18 @@ def _sized(tokens, width, itemsize, chip, gradients, dh, sub, block) -> Plan:
         need += rows * tile_items * itemsize + tile_items * _LANES * 4
         need += 2 * table_tile * 4 if dh == "blocks" and block < total else 0
         need += rows * 4 * (2 * tile_tokens if dh == "hbm" else block)
-    return Plan(chip.name, dh, tile_items, tile_tokens, sub_items, sub_tokens, block, -(-total // block), need, 0)
+    sizes = (tile_items, tile_tokens, sub_items, sub_tokens)
+    return Plan(chip.name, dh, *sizes, block, -(-total // block), chip.packed, chip.mxu_width, need, 0)
 
 
 def _fitting_block(size, budget: int) -> int:
-    """The largest block, of equal ones, that fits; one T tile if none does."""
-    whole = size("blocks")
+    """The largest of equal blocks that fits; one T tile if none does."""
+    whole = size(None)
     for blocks in range(1, whole.block // whole.tokens + 1):
         block = _round_up(-(-whole.block // blocks), whole.tokens)
-        if size("blocks", block).vmem_bytes <= budget:
+        if size(block).vmem_bytes <= budget:
             return block
     return whole.tokens
-
-
-def _remedy(size, budget, asked: Plan) -> str:
-    others: tuple[Accumulation, ...] = ("hbm", "blocks")
-    for dh in others:
-        fits = size(dh, _fitting_block(size, budget)) if dh == "blocks" else size(dh)
-        if fits.vmem_bytes <= budget and fits.dh != asked.dh:
-            return f"dh={dh!r} would fit ({fits})"
-    return "a smaller tile would fit, or implementation='xla'"
 
 
 def _round_up(n: int, multiple: int) -> int:
