@@ -160,7 +160,7 @@ def dense_sparse(h_TD, table_VD, targets_TL, bias_V, weight_T):
     loss_T = jax.nn.softplus(z_TV).sum(1) - jnp.where(mask_TL, z_TL, 0).sum(1)
     true_T, positives_T = (x.sum(1, dtype=jnp.int32) for x in (mask_TL & (z_TL > 0), mask_TL))
     above_T = (z_TV > 0).sum(1, dtype=jnp.int32)
-    stats = counts.from_tokens(true_T, above_T, positives_T, weight_T, table_VD.shape[0])
+    stats = counts.from_tokens((true_T, above_T, positives_T), weight_T, table_VD.shape[0])
     return (weight_T * loss_T).sum() / weight_T.sum(), stats
 
 

@@ -108,15 +108,14 @@ def total(values_T: jax.Array, bits: int = BITS) -> Count:
             return _normalise(low[0], high[0], bits)
 
 
-def from_tokens(
-    true_T: jax.Array, above_T: jax.Array, positives_T: jax.Array, weight_T: jax.Array, items: int
-) -> Counts:
+def from_tokens(stats: tuple[jax.Array, ...], weight_T: jax.Array, items: int | jax.Array) -> Counts:
     """Counts over the tokens of positive weight.
 
-    ``true_T``, ``above_T``, ``positives_T`` int32 [T]: a token's positives above the threshold, its items above it, its
-    positives. Positives are scored by another dot product than the sweep's, so a logit on the threshold may fall on
-    either side: false positives are held at 0 or more, and the four still sum to V a token.
+    ``stats`` are int32 [T]: a token's positives above the threshold, its items above it, its positives; ``items`` are
+    those scored, one number or [T]. Positives are scored by another dot product than the sweep's, so a logit on the
+    threshold may fall on either side: false positives are held at 0 or more, and the four still sum to ``items``.
     """
+    true_T, above_T, positives_T = stats
     active_T = weight_T > 0
     false_T = jnp.maximum(above_T - true_T, 0)
     columns = (true_T, false_T, positives_T - true_T, items - positives_T - false_T)

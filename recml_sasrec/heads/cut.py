@@ -31,9 +31,9 @@ dtypes of the cotangents are this module's. An implementation is a module with t
     dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
 
 Any T, V, D >= 1. Logits are float32 (``preferred_element_type``) with the matmul precision of
-``jax.default_matmul_precision``; sigmoids may be cast to h_TD's dtype for the two gradient products. h_TD of a token with
-weight 0 is finite. The functions are traced under jit, vmap (of everything but the table) and inside ``custom_vjp``:
-they need no derivatives of their own.
+``jax.default_matmul_precision``; sigmoids may be cast to h_TD's dtype for the two gradient products. h_TD is finite
+even where the weight is 0. The functions are traced under jit, vmap (of everything but the table) and inside
+``custom_vjp``: they need no derivatives of their own.
 """
 
 import functools
@@ -109,9 +109,13 @@ def cut_bce(
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
     options = _Options(float(positive_weight), float(threshold) if with_counts else None, tile, implementation)
     op = _token_losses if reduction == "none" else _weighted_sum
-    loss, stats = op(h_TD, table, bias, targets_TL, weight_T, options)
-    loss = loss.reshape(shape) if reduction == "none" else normalise(loss, weight_T, reduction, table.shape[0])
-    return loss, counting.from_tokens(*stats, weight_T, table.shape[0]) if with_counts else None
+    scale = normaliser(weight_T, reduction, table.shape[0])
+    # Within the weights the scale costs nothing; after the sweep it is a pass over the table's gradient. But half
+    # precision keeps weights of 0 and 1 exact only if they stay so.
+    before, after = (scale, 1.0) if h_TD.dtype == jnp.float32 else (1.0, scale)
+    loss, stats = op(h_TD, table, bias, targets_TL, weight_T * before, options)
+    loss = (loss * after).reshape(shape if reduction == "none" else ())
+    return loss, counting.from_tokens(stats, weight_T, table.shape[0]) if with_counts else None
 
 
 def as_arrays(*arrays):
@@ -144,18 +148,18 @@ def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array
     return h_TD, targets_TL, weight_T
 
 
-def normalise(loss_sum: jax.Array, weight_T: jax.Array, reduction: str, terms: int) -> jax.Array:
-    """The reduction of sum_t w_t loss_t: "sum", or divided by sum_t w_t and, for "mean", by ``terms``."""
-    if reduction == "sum":
-        return loss_sum
+def normaliser(weight_T: jax.Array, reduction: str, items: int) -> jax.Array | float:
+    """What multiplies sum_t w_t loss_t: 1 over sum_t w_t (0 if that is 0), for "mean" also over V; else 1."""
+    if reduction in ("sum", "none"):
+        return 1.0
     weight = weight_T.sum()
     # Both branches of a where are differentiated: the denominator has to be safe on its own.
-    mean = jnp.where(weight != 0, loss_sum / jnp.where(weight != 0, weight, 1.0), 0.0)
-    return mean / terms if reduction == "mean" else mean
+    mean = jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1.0), 0.0)
+    return mean / items if reduction == "mean" else mean
 
 
 def positive_set(targets_TL: jax.Array, items: int) -> tuple[jax.Array, jax.Array]:
-    """(ids_TL, mask_TL): each valid id of a token once. Masked slots hold ``items``, which gathers and scatters drop."""
+    """(ids_TL, mask_TL): each valid id of a token once. Masked slots hold ``items``: gathers and scatters drop it."""
     valid_TL = (targets_TL >= 0) & (targets_TL < items)
     ids_TL = jnp.where(valid_TL, targets_TL, items).astype(jnp.int32)
     if ids_TL.shape[1] > 32:  # comparing all pairs is quadratic in L

@@ -1,4 +1,4 @@
-"""CutBCE's dense background for CPU and GPU: one ``lax.scan`` over tiles of the catalogue. The contract is in ``cut.py``.
+"""CutBCE's dense background for CPU and GPU: one ``lax.scan`` over tiles of the catalogue; contract in ``cut.py``.
 
 What makes a tile cheap on a CPU (measured, see scripts/bench_head.py):
 
@@ -7,6 +7,8 @@ What makes a tile cheap on a CPU (measured, see scripts/bench_head.py):
 * One exponential a logit, one division, and one logarithm in 64: see ``_loss_and_counts``.
 * The weight multiplies h and dh, never the tile.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -105,12 +107,20 @@ def _merge_groups(states):
 
 
 def _over_tiles(step, carry, items, tile):
-    """Scans ``step(carry, start, size)`` over the full tiles and runs the ragged last one, if any, after them."""
+    """Runs ``carry, rows = step(carry, start, size)`` over the full tiles, then the ragged last one if there is any.
+
+    ``rows`` (arrays [size, ...], None or nothing) are written where they belong in arrays [V, ...], in place: stacking
+    a scan's outputs and appending the last tile would copy the whole gradient of the table once more.
+    """
+    shapes = jax.eval_shape(lambda carry: step(carry, 0, tile)[1], carry)
+    buffers = jax.tree.map(lambda x: jnp.zeros((items, *x.shape[1:]), x.dtype), shapes)
+
+    def write(state, start, size):
+        carry, rows = step(state[0], start, size)
+        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return carry, jax.tree.map(update, state[1], rows)
+
     full = items // tile
     starts = jnp.arange(full, dtype=jnp.int32) * tile
-    carry, rows = jax.lax.scan(lambda carry, start: step(carry, start, tile), carry, starts)
-    rows = jax.tree.map(lambda x: x.reshape(full * tile, *x.shape[2:]), rows)
-    if items % tile:
-        carry, rest = step(carry, full * tile, items % tile)
-        rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), rows, rest)
-    return carry, rows
+    state, _ = jax.lax.scan(lambda state, start: (write(state, start, tile), None), (carry, buffers), starts)
+    return write(state, full * tile, items % tile) if items % tile else state

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads.counts import Counts
-from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normalise, positive_set
+from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
 
 
 def dense_bce(
@@ -44,12 +44,12 @@ def dense_bce(
             positive_weight * jax.nn.softplus(-logits_TV) - jax.nn.softplus(logits_TV)
         )
     loss_T = jnp.where(weight_T != 0, weight_T * losses_TV.sum(1), 0)
-    loss = loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
+    loss = loss_T.reshape(shape) if reduction == "none" else loss_T.sum() * normaliser(weight_T, reduction, items)
     if not with_counts:
         return loss, None
     above_TV, positive_TV = logits_TV > threshold, labels_TV > 0
-    stats = [x.sum(1, dtype=jnp.int32) for x in (above_TV & positive_TV, above_TV, positive_TV)]
-    return loss, counting.from_tokens(*stats, weight_T, items)
+    true_T, above_T, positives_T = (x.sum(1, dtype=jnp.int32) for x in (above_TV & positive_TV, above_TV, positive_TV))
+    return loss, counting.from_tokens((true_T, above_T, positives_T), weight_T, items)
 
 
 def multi_hot(targets_TL: jax.Array, items: int) -> jax.Array:

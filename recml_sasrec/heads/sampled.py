@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads.counts import Counts
-from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normalise, positive_set
+from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
 
 
 def sampled_bce(
@@ -53,14 +53,14 @@ def sampled_bce(
     negative_loss_TK = jnp.where(drawn_T1, jax.nn.softplus(logits_TS[:, slots:]), 0)
     loss_T = positive_weight * positive_loss_TL.sum(1) + negative_loss_TK.sum(1)
     loss_T = jnp.where(weight_T != 0, weight_T * loss_T, 0)
-    loss = loss_T.reshape(shape) if reduction == "none" else normalise(loss_T.sum(), weight_T, reduction, items)
+    loss = loss_T.reshape(shape) if reduction == "none" else loss_T.sum() * normaliser(weight_T, reduction, items)
     if not with_counts:
         return loss, None
     true_T = (mask_TL & (logits_TS[:, :slots] > threshold)).sum(1, dtype=jnp.int32)
     false_T = (drawn_T1 & (logits_TS[:, slots:] > threshold)).sum(1, dtype=jnp.int32)
     positives_T = mask_TL.sum(1, dtype=jnp.int32)
     scored_T = positives_T + negatives * drawn_T1[:, 0]
-    return loss, counting.from_tokens(true_T, true_T + false_T, positives_T, weight_T, scored_T)
+    return loss, counting.from_tokens((true_T, true_T + false_T, positives_T), weight_T, scored_T)
 
 
 def draw_negatives(

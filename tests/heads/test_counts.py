@@ -52,13 +52,13 @@ def test_a_count_reads_as_an_integer():
 
 def test_counts_of_tokens_with_weight():
     columns = [jnp.array(x, jnp.int32) for x in ([1, 2, 0], [4, 2, 9], [2, 2, 1])]
-    counts = from_tokens(*columns, jnp.array([1.0, 0.5, 0.0]), items=10)
+    counts = from_tokens(columns, jnp.array([1.0, 0.5, 0.0]), items=10)
     assert list(map(int, counts)) == [3, 3, 1, 13]
     assert list(map(int, add(counts, Counts.zeros()))) == [3, 3, 1, 13]
 
 
 def test_a_logit_on_the_threshold_never_makes_a_count_negative():
-    counts = from_tokens(*(jnp.array([x], jnp.int32) for x in (1, 0, 1)), jnp.ones(1), items=5)
+    counts = from_tokens([jnp.array([x], jnp.int32) for x in (1, 0, 1)], jnp.ones(1), items=5)
     assert list(map(int, counts)) == [1, 0, 0, 4]
 
 
