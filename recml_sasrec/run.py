@@ -48,9 +48,9 @@ class Run:
         self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
         self.schedule = optim.make_schedule(config.optimizer, config.train.steps)
         replicated = sharding.replicated(self.mesh)
-        self._init = jax.jit(lambda: init_state(self._init_model, self.optimizer), out_shardings=replicated)
+        self.init = jax.jit(lambda: init_state(self._init_model, self.optimizer), out_shardings=replicated)
         self.abstract_state: TrainState = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(self._init)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(self.init)
         )
         self._encode = jax.jit(make_encoder(self.graphdef))
 
@@ -104,7 +104,7 @@ class Run:
         """The newest checkpoint's state, or a fresh one."""
         step = checkpoints.latest
         if step is None:
-            return self._init(), Progress()
+            return self.init(), Progress()
         saved = checkpoints.info(step)
         progress = Progress(**saved["progress"])
         log.info("resuming from step %d", step)

@@ -14,7 +14,7 @@ from recml_sasrec import config as configs
 from recml_sasrec import config_file
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.store import Store
-from recml_sasrec.writers import write_atomically
+from recml_sasrec.files import write_atomically
 
 # what may differ between the run that made a folder and one that goes on in it: nothing that the parameters depend on
 CHANGEABLE = (

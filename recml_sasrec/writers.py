@@ -2,12 +2,13 @@
 
 import datetime
 import json
-import os
 import pathlib
 import sys
 from typing import Any
 
 from tqdm import tqdm
+
+from recml_sasrec.files import write_atomically
 
 Row = dict[str, Any]
 
@@ -89,13 +90,3 @@ def drop_rows_after(path: pathlib.Path, step: int) -> None:
         if row["step"] <= step:
             kept.append(line + "\n")
     write_atomically(path, "".join(kept))
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that a reader, or a crash, sees the former content or the new one and nothing between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

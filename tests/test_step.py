@@ -129,7 +129,9 @@ def test_sampled_bce_trains():
     first = float(run(config, steps=1, batch=lambda i: batch).metrics.loss)
     config.optimizer.learning_rate = 1e-2
     state = run(config, steps=60, batch=lambda i: batch)
-    last = float(run(config, steps=1, batch=lambda i: batch, state=state._replace(metrics=Metrics.zeros())).metrics.loss)
+    last = float(
+        run(config, steps=1, batch=lambda i: batch, state=state._replace(metrics=Metrics.zeros())).metrics.loss
+    )
     assert last < 0.7 * first
 
 

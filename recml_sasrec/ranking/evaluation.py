@@ -16,6 +16,7 @@ import numpy as np
 
 from recml_sasrec.config import Config
 from recml_sasrec.data.batch import QueryBatch
+from recml_sasrec.files import write_atomically
 from recml_sasrec.ranking.baselines import decay_pop, most_pop, order_items, top_of_order
 from recml_sasrec.ranking.metrics import RankingMetrics
 from recml_sasrec.ranking.topk import top_k_jit
@@ -180,10 +181,4 @@ def format_table(protocol: dict[str, Any], rows: Rows) -> str:
 
 def write_evaluation(path: str | os.PathLike, protocol: dict[str, Any], rows: Rows) -> None:
     """Write ``{"protocol": ..., "rows": ...}`` as JSON, floats in full; the file is replaced whole or not at all."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({"protocol": protocol, "rows": rows}, indent=2) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(pathlib.Path(path), json.dumps({"protocol": protocol, "rows": rows}, indent=2) + "\n")

@@ -1,0 +1,104 @@
+"""A run small enough for a test, in this process or in a child that the test kills.
+
+As a module: python -m tests.tiny CACHE WORKDIR [kill_at_step=N] [kill_in_save=N] [kill_in_validation=N] [stop_at_step=N]
+"""
+
+import hashlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from recml_sasrec.config import Config
+
+
+def tiny_config(cache: object) -> Config:
+    config = Config()
+    config.data.cache = str(cache)
+    config.data.synthetic.users, config.data.synthetic.items = 80, 120
+    config.data.synthetic.events_per_user = 40
+    config.data.length, config.data.targets = 16, 4
+    config.split.test_start, config.split.validation_length, config.split.gap = 23_000_000, 3_000_000, 1_800
+    config.model.width, config.model.blocks = 8, 1
+    config.train.steps, config.train.batch_size, config.train.log_every = 24, 4, 5
+    config.optimizer.learning_rate = 1e-2
+    config.checkpoint.every, config.checkpoint.keep = 6, 2
+    config.evaluation.every, config.evaluation.ks, config.evaluation.batch_users = 8, (5, 10), 32
+    return config
+
+
+def params_hash(workdir: pathlib.Path, step: int) -> str:
+    """SHA-256 over the bytes of a checkpoint's params, in the order of their names."""
+    from orbax.checkpoint import v1 as ocp
+
+    params = ocp.load_checkpointables(workdir / "checkpoints" / str(step))["params"]
+    digest = hashlib.sha256()
+
+    def walk(node):
+        if isinstance(node, dict):
+            for key in sorted(node, key=str):
+                digest.update(str(key).encode())
+                walk(node[key])
+        else:
+            digest.update(np.asarray(node).tobytes())
+
+    walk(params)
+    return digest.hexdigest()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _install(points: dict[str, int], workdir: pathlib.Path) -> None:
+    """Makes this process kill, or ask to stop, itself at the named points."""
+    from recml_sasrec.ranking import evaluation
+    from recml_sasrec.run import Run
+
+    batches, validations = Run.batches, [0]
+    evaluate = evaluation.evaluate
+
+    def killing_batches(self, start_step):
+        for step, batch in enumerate(batches(self, start_step), start=start_step + 1):
+            if step == points.get("kill_at_step"):
+                _kill()
+            if step == points.get("stop_at_step"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    def killing_evaluate(*args, **kwargs):
+        validations[0] += 1
+        if validations[0] == points.get("kill_in_validation"):
+            _kill()
+        if validations[0] == points.get("stop_in_validation"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args, **kwargs)
+
+    def watch():
+        folder = workdir / "checkpoints"
+        while True:
+            if folder.exists() and any("tmp" in p.name and p.name.startswith(step) for p in folder.iterdir()):
+                _kill()
+            time.sleep(0)
+
+    Run.batches, evaluation.evaluate = killing_batches, killing_evaluate
+    if "kill_in_save" in points:
+        step = f"{points['kill_in_save']}."
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    cache, workdir, *words = sys.argv[1:]
+    points = {name: int(value) for name, value in (word.split("=") for word in words)}
+    from recml_sasrec import command, trainer
+
+    _install(points, pathlib.Path(workdir))
+    return command.run(lambda: trainer.train(tiny_config(cache), workdir) and None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
