@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from recml_sasrec.heads import tiles
 from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, LANES, ROWS, Spec, kernel
@@ -67,12 +67,8 @@ _sweep_p.multiple_results = True
 
 def _run(spec, h_TD, table_VD, bias_V, weight_T):
     """(loss_T, above_T, dh_TD, dtable_VD, dbias_V), None where the spec has none."""
-
-    def bind(*arrays):
-        return _sweep_p.bind(*(x for x in arrays if x is not None), spec=spec)
-
-    # vmap becomes a loop over the kernel: its scratch and its copies know one batch only.
-    results = iter(jax.custom_batching.sequential_vmap(bind)(h_TD, table_VD, bias_V, weight_T))
+    arrays = [x for x in (h_TD, table_VD, bias_V, weight_T) if x is not None]
+    results = iter(_sweep_p.bind(*arrays, spec=spec, batches=()))
     return tuple(next(results) if wanted else None for wanted in _wanted(spec))
 
 
@@ -82,19 +78,36 @@ def _wanted(spec) -> tuple[bool, ...]:
 
 
 @_sweep_p.def_abstract_eval
-def _(h_TD, table_VD, *_, spec):
-    f32, tokens = jnp.dtype("float32"), h_TD.shape[:1]
-    results = (
-        (tokens, f32),
-        (tokens, jnp.dtype("int32")),
-        (h_TD.shape, f32),
-        (table_VD.shape, f32),
-        (table_VD.shape[:1], f32),
-    )
-    return [jax.core.ShapedArray(*x) for x, wanted in zip(results, _wanted(spec), strict=True) if wanted]
+def _(h_TD, *arrays, spec, batches):
+    """``batches`` has an entry a vmap, outermost first: its size and which arguments have that leading axis."""
+    f32, leading = jnp.dtype("float32"), tuple(size for size, _ in batches)
+    tokens = h_TD.shape[-2]
+    shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,)
+    dtypes = f32, jnp.dtype("int32"), f32, f32, f32
+    results = zip(shapes, dtypes, _wanted(spec), strict=True)
+    return [jax.core.ShapedArray((*leading, *shape), dtype) for shape, dtype, wanted in results if wanted]
 
 
-def _traced(h_TD, table_VD, *rest, spec):
+def _batch(arrays, axes, *, spec, batches):
+    mapped = tuple(axis is not None for axis in axes)
+    arrays = [jnp.moveaxis(x, axis, 0) if m else x for x, axis, m in zip(arrays, axes, mapped, strict=True)]
+    size = next(x.shape[0] for x, m in zip(arrays, mapped, strict=True) if m)
+    results = _sweep_p.bind(*arrays, spec=spec, batches=((size, mapped), *batches))
+    return results, [0] * len(results)
+
+
+def _traced(*arrays, spec, batches):
+    if batches:  # a loop over the kernel: its scratch and its copies know one batch only
+        (_, mapped), *inner = batches
+
+        def one(mapped_arrays):
+            each = iter(mapped_arrays)
+            return _traced(
+                *(next(each) if m else x for x, m in zip(arrays, mapped, strict=True)), spec=spec, batches=inner
+            )
+
+        return lax.map(one, [x for x, m in zip(arrays, mapped, strict=True) if m])
+    h_TD, table_VD, *rest = arrays
     bias_V = rest[0] if spec.bias else None
     if spec.gradients:
         results = _sweep(spec, h_TD, table_VD, bias_V, rest[-1])
@@ -104,7 +117,8 @@ def _traced(h_TD, table_VD, *rest, spec):
     return [x for x in results if x is not None]
 
 
-_sweep_p.def_impl(jax.jit(_traced, static_argnames="spec"))
+_sweep_p.def_impl(jax.jit(_traced, static_argnames=("spec", "batches")))
+batching.primitive_batchers[_sweep_p] = _batch
 mlir.register_lowering(_sweep_p, mlir.lower_fun(_traced, multiple_results=True))
 
 

@@ -5,8 +5,8 @@ sums over items are then adds of whole registers, no operand of the three matmul
 (dE_K += s_KC (w h)_C and dh^T_C += E_K^T s_KC), and loss and counts end as 8 rows a token, added up outside. Weights
 cost nothing per logit: they scale h before dE and dh after.
 
-A step runs over sub-tiles, unrolled: the logits of the next and the gradients of the previous sub-tile are issued
-around the elementwise work of the current one, so that the matrix and the vector unit work at the same time.
+A step runs over sub-tiles, unrolled. Where the vector unit is the bottleneck (v6e, 7x), the logits of the next and the
+gradients of the previous sub-tile are issued around the elementwise work of the current one, so that both units work.
 
 Loss without a logarithm per logit: with g = exp(z), the product of the (1 + g) of 32 logits, kept as p = product - 1 by
 p <- p (1 + g) + g, is exact to 3e-8 for g << 1; then one log1p(p). 1 + g is needed for the sigmoid g / (1 + g) anyway.
@@ -254,22 +254,23 @@ class _Tile:
         tokens = [slice(i, i + plan.sub_tokens) for i in range(0, plan.tokens, plan.sub_tokens)]
         items = [slice(i, i + plan.sub_items) for i in range(0, plan.items, plan.sub_items)]
         subtiles = [(c, k) for c in tokens for k in items]
-        losses, peak, previous, dh_DC = [], self.zeros, None, None
-        z_KC = self.logits(*subtiles[0])
+        # Where the matrix unit is the bottleneck the compiler's own overlap is enough, and keeps fewer values alive.
+        ahead = int(plan.mxu_width > LANES)
+        logits = [self.logits(*subtiles[0])]
+        losses, peak, dh_DC, waiting = [], self.zeros, None, []
         for i, (c, k) in enumerate(subtiles):
             if k == items[0]:
                 loss, above = self.zeros, self.zeros.astype(jnp.int32)
-            following = self.logits(*subtiles[i + 1]) if i + 1 < len(subtiles) else None
-            s_KC, loss, peak, above = self.elementwise(c, k, z_KC, loss, peak, above)
-            if previous is not None:
-                dh_DC = self.gradients(*previous, dh_DC, last=previous[1] == items[-1])
-            previous, z_KC = ((c, k, s_KC) if self.spec.gradients else None), following
+            logits += [self.logits(*subtile) for subtile in subtiles[len(logits) : i + 1 + ahead]]
+            s_KC, loss, peak, above = self.elementwise(c, k, logits[i], loss, peak, above)
+            waiting.append((c, k, s_KC))
+            while self.spec.gradients and len(waiting) > (ahead if i + 1 < len(subtiles) else 0):
+                dh_DC = self.gradients(*waiting[0], dh_DC, last=waiting[0][1] == items[-1])
+                waiting.pop(0)
             if k == items[-1]:
                 losses.append((c, loss))
                 if self.spec.threshold is not None:
                     self.refs.above_acc[:, self.resident(c)] += above
-        if previous is not None:
-            self.gradients(*previous, dh_DC, last=True)
         if self.spec.loss:
             self.add_losses(losses, peak)
 

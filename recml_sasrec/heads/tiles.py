@@ -127,15 +127,19 @@ def plan(
     raise ValueError(
         f"a tile of {plan.items} items x {plan.tokens} tokens at width {width}, dh {plan.dh}, needs "
         f"{plan.vmem_bytes / _MIB:.1f} MiB of VMEM and {chip.name} has {budget / _MIB:.1f} to give; "
-        f"{_remedy(tokens, items, width, itemsize, chip, gradients)}"
+        f"{_remedy(tokens, items, width, itemsize, chip, gradients, (tile, token_tile, dh, block))}"
     )
 
 
-def _remedy(*shape) -> str:
-    try:
-        return f"left to itself this would fit: {plan(*shape[:-1], gradients=shape[-1])}"
-    except ValueError:
-        return "no tile of this width fits; implementation='xla' does"
+def _remedy(tokens, items, width, itemsize, chip, gradients, overrides) -> str:
+    if any(override is not None for override in overrides):
+        try:
+            return (
+                f"without overrides this would fit: {plan(tokens, items, width, itemsize, chip, gradients=gradients)}"
+            )
+        except ValueError:
+            pass
+    return "no tile of this width fits; implementation='xla' does"
 
 
 def _sub_tile(tokens, items, chip, tile, token_tile):

@@ -1,0 +1,152 @@
+"""The TPU kernel in the TPU interpreter, races and uninitialised memory on, against float64."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from recml_sasrec.heads import cut_bce, cut_tpu, tiles
+from tests.heads.reference import problem, reference
+
+TILE = {"tile": 128, "token_tile": 128}
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Runs Pallas TPU kernels on the host as a TPU would run them; fails on a race."""
+    pltpu.reset_tpu_interpret_mode_state()
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        yield
+    assert not interpret_pallas_call.races.races_found
+
+
+def background(tokens, items, width, dtype="float32", bias=True, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    h_TD = jnp.asarray(scale * rng.normal(size=(tokens, width)), dtype)
+    table_VD = jnp.asarray(rng.normal(size=(items, width)), dtype)
+    bias_V = jnp.asarray(rng.normal(size=items) - 2, jnp.float32) if bias else None
+    return h_TD, table_VD, bias_V, jnp.asarray(rng.normal(size=tokens) * (rng.random(tokens) > 0.2), jnp.float32)
+
+
+def wanted(h_TD, table_VD, bias_V, weight_T, threshold):
+    """The contract of ``sweep`` in float64."""
+    h, table, weight = (np.asarray(x, np.float64) for x in (h_TD, table_VD, weight_T))
+    z = h @ table.T + (0 if bias_V is None else np.asarray(bias_V, np.float64))
+    soft = np.logaddexp(0, z)
+    slope = np.exp(z - soft) * weight[:, None]
+    return soft.sum(1), (z > threshold).sum(1), slope @ table, slope.T @ h, slope.sum(0)
+
+
+def check(arguments, chip="v6e", threshold=0.0, tolerance=1e-4, **overrides):
+    h_TD, table_VD, bias_V, _ = arguments
+    shape = (h_TD.shape[0], *table_VD.shape, h_TD.dtype.itemsize, tiles.CHIPS[chip])
+    plan = tiles.plan(*shape, **(TILE | overrides))
+    forward = tiles.plan(*shape, gradients=False, **(TILE | {k: v for k, v in overrides.items() if k != "dh"}))
+    with interpreter():
+        results = cut_tpu.sweep(*arguments, threshold=threshold, tile=None, plan=plan)
+        loss_T, above_T = cut_tpu.forward_sweep(h_TD, table_VD, bias_V, threshold=threshold, tile=None, plan=forward)
+    expected = wanted(*arguments, threshold)
+    np.testing.assert_allclose(results[0], expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(results[1], expected[1])
+    np.testing.assert_allclose(loss_T, results[0], rtol=1e-6)
+    np.testing.assert_array_equal(above_T, results[1])
+    for actual, exact in zip(results[2:], expected[2:], strict=True):
+        if actual is not None:
+            assert np.abs(actual - exact).max() <= tolerance * np.abs(exact).max(initial=1e-30)
+    return plan
+
+
+@pytest.mark.parametrize("dh", ["resident", "hbm", "blocks"])
+def test_every_way_to_accumulate_dh_agrees_with_float64_on_ragged_shapes(dh):
+    block = {"block": 128} if dh == "blocks" else {}
+    plan = check(background(200, 300, 50), dh=dh, **block)
+    assert plan.dh == dh and plan.blocks == (2 if block else 1)
+
+
+@pytest.mark.parametrize("chip", ["v4", "v6e"])
+def test_rows_of_whole_registers_are_read_as_they_lie(chip):
+    """v4: the bias and the missing items cost additions; v6e: idle rows of its wider matrix unit add them."""
+    check(background(3, 200, 128), chip)
+
+
+def test_missing_items_of_the_last_tile_do_not_count_without_a_bias():
+    check(background(3, 200, 128, bias=False), "v5e", threshold=-0.5)
+
+
+def test_one_token_and_one_item():
+    check(background(1, 1, 1))
+
+
+def test_huge_logits_are_summed_one_by_one_and_do_not_overflow():
+    arguments = background(5, 130, 16, scale=400.0)
+    assert np.abs(arguments[0] @ arguments[1].T).max() > 1_000
+    check(arguments, "v5e", threshold=1.0)
+
+
+def test_bfloat16_sums_in_float32():
+    check(background(140, 260, 64, "bfloat16", bias=False, scale=0.3), tolerance=1e-2)
+
+
+def test_a_sweep_without_loss_and_counts_has_the_same_gradients():
+    arguments = background(9, 140, 16)
+    plan = tiles.plan(9, 140, 16, 4, tiles.CHIPS["v6e"], **TILE)
+    with interpreter():
+        bare = cut_tpu.sweep(*arguments, threshold=None, tile=None, with_loss=False, plan=plan)
+    assert bare[0] is None and bare[1] is None
+    for actual, exact in zip(bare[2:], wanted(*arguments, 0.0)[2:], strict=True):
+        np.testing.assert_allclose(actual, exact, atol=1e-4 * np.abs(exact).max())
+
+
+def test_the_head_gives_loss_gradients_and_counts_by_definition_under_checkpoint():
+    hidden, table, targets, bias, weights = problem(3, tokens=9, items=150, width=24)
+
+    def loss(hidden, table, bias, weights):
+        return cut_bce(hidden, table, targets, bias, weights, positive_weight=2.0, temperature=0.5, reduction="sum",
+                       implementation="pallas_tpu")  # fmt: skip
+
+    with interpreter():
+        (value, counts), grads = jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2, 3), has_aux=True)(
+            hidden, table, bias, weights
+        )
+    exact = reference(hidden, table, targets, bias, weights, 2.0, 0.5)
+    np.testing.assert_allclose(value, exact["sum"], rtol=1e-5)
+    assert tuple(int(c) for c in (counts.tp, counts.fp, counts.fn, counts.tn)) == exact["counts"]
+    for actual, name in zip(grads, ("hidden", "table", "bias", "weights"), strict=True):
+        assert np.abs(actual - exact[name]).max() <= 1e-4 * np.abs(exact[name]).max()
+
+
+def test_per_token_losses_and_vmap_over_a_batch_of_tokens():
+    hidden, table, targets, bias, weights = problem(4, tokens=6, items=60, width=16)
+
+    def losses(hidden, targets, weights):
+        options = {"reduction": "none", "with_counts": False, "implementation": "pallas_tpu"}
+        return cut_bce(hidden, table, targets, bias, weights, **options)[0]
+
+    halves = (hidden.reshape(2, 3, -1), targets.reshape(2, 3, -1), weights.reshape(2, 3))
+    with interpreter():
+        split = jax.vmap(losses)(*halves)
+    exact = reference(hidden, table, targets, bias, weights)
+    np.testing.assert_allclose(split.reshape(-1), exact["losses"] * weights, rtol=1e-5)
+
+
+def test_all_tokens_masked_gives_zero_loss_and_zero_gradients():
+    hidden, table, targets, bias, weights = problem(5, tokens=4, items=40, width=16)
+    mean = lambda h: cut_bce(h, table, targets, bias, weights * 0, implementation="pallas_tpu")[0]  # noqa: E731
+    with interpreter():
+        value, grad = jax.value_and_grad(mean)(hidden)
+    assert value == 0 and not np.any(grad)
+
+
+def test_a_plan_that_would_read_dh_while_it_is_written_is_refused():
+    with pytest.raises(ValueError, match="dh hbm"):
+        tiles.plan(100, 1_000, 16, 4, tiles.CHIPS["v6e"], dh="hbm")
+
+
+def test_plans_differ_only_in_what_they_were_asked():
+    plan = tiles.plan(200, 300, 50, 4, tiles.CHIPS["v6e"], **TILE)
+    assert dataclasses.replace(plan, dh="hbm").items == plan.items == 128
