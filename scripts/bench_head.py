@@ -4,9 +4,9 @@
     python scripts/bench_head.py --threads 1 --tokens 2048 --items 12101
 
 Each variant is compiled and run in a subprocess of its own. The subprocesses take turns, one call each, so that a busy
-machine disturbs all of them alike; the table shows medians. On a CPU, peak memory is the process's peak resident set
-less that before the first call (compiler included); elsewhere it is the device's peak bytes in use less the
-arguments'. Runs on whatever device JAX finds.
+machine disturbs all of them alike; the table shows medians. Peak memory on a CPU is the process's peak resident set,
+Python, JAX, its compiler and the arguments included (an idle process has about 300 MiB); elsewhere it is the device's
+peak bytes in use, arguments included. Runs on whatever device JAX finds.
 """
 
 import argparse
@@ -89,9 +89,6 @@ def work(flags: argparse.Namespace) -> None:
     arguments = jax.block_until_ready(problem(flags))
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if not on_cpu:
-        before = device.memory_stats()["bytes_in_use"] / 2**20
     call = jax.jit(build(flags, flags.variant)).lower(*arguments).compile()
     jax.block_until_ready(call(*arguments))
     print(f"{device.platform} {device.device_kind}", flush=True)
@@ -104,7 +101,7 @@ def work(flags: argparse.Namespace) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             if not on_cpu:
                 peak = device.memory_stats()["peak_bytes_in_use"] / 2**20
-            print(peak - before, flush=True)
+            print(peak, flush=True)
 
 
 def problem(flags: argparse.Namespace) -> tuple:
@@ -194,7 +191,7 @@ def report(flags, device: str, times: dict, cpu: dict, peaks: dict[str, float]) 
         print("load average {:.1f}, {:.1f}, {:.1f} (1, 5, 15 minutes)".format(*os.getloadavg()))
     base = seconds.get("cut", min(seconds.values()))
     rate = 6e-9 * flags.tokens * flags.items * flags.width
-    print("\n| variant | ms | lowest ms | CPU ms | x single sweep | MiB above start | of the matmul rate |")
+    print("\n| variant | ms | lowest ms | CPU ms | x single sweep | peak MiB | of the matmul rate |")
     print("|---|---|---|---|---|---|---|")
     for variant, value in seconds.items():
         share = seconds["matmuls"] / value if "matmuls" in seconds else float("nan")
