@@ -1,4 +1,4 @@
-"""Amazon Beauty 5-core as S3-Rec prepared it (lines of `user item item ...`), leave-one-out, no filtering of seen items.
+"""Amazon Beauty 5-core as S3-Rec prepared it (lines of `user item item ...`), leave-one-out.
 
     python -m recml_sasrec.train --config configs/beauty.py --workdir runs/beauty --config.data.path=Beauty.txt
 

@@ -1,6 +1,6 @@
 """The embedded default: generated Yambda-shaped events, trained and evaluated in about two minutes on two CPU cores.
 
-    python -m recml_sasrec.train --config configs/quickstart.py --workdir runs/quickstart
+python -m recml_sasrec.train --config configs/quickstart.py --workdir runs/quickstart
 """
 
 from recml_sasrec.config import Config

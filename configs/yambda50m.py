@@ -2,13 +2,14 @@
 
     python -m recml_sasrec.train --config configs/yambda50m.py --workdir runs/yambda50m
 
-46,467,212 listens of 9,238 users over 877,168 items; N 256, the next 8 items, global batch 64. Meant for an accelerator: the
-paper used 8 TPU v6e chips. The file (369 MB) comes from the Hugging Face Hub on first use; with a local copy, set
---config.data.path=listens.parquet. --config.data.min_played_ratio=50 keeps Listen+, the benchmark's positives.
+46,467,212 listens of 9,238 users over 877,168 items; N 256, the next 8 items, global batch 64. Meant for an
+accelerator: the paper used 8 TPU v6e chips. The file (369 MB) comes from the Hugging Face Hub on first use;
+with a local copy, set --config.data.path=listens.parquet. --config.data.min_played_ratio=50 keeps Listen+, the
+benchmark's positives.
 
-The split is the benchmark's tuning run (arXiv 2505.22238): validation on [25,825,400, 25,911,800), test from 25,913,600, half an
-hour left out before each, training before 25,823,600. --config.split.validation_length=0 --config.evaluation.every=0 is its
-final run, trained up to 25,911,800.
+The split is the benchmark's tuning run (arXiv 2505.22238): validation on [25,825,400, 25,911,800), test from
+25,913,600, half an hour left out before each, training before 25,823,600. --config.split.validation_length=0
+--config.evaluation.every=0 is its final run, trained up to 25,911,800.
 """
 
 from recml_sasrec.config import Config

@@ -160,7 +160,7 @@ def validate(config: Config) -> None:
 def _check_types(node: Any, prefix: str = "") -> None:
     for name, hint in typing.get_type_hints(type(node)).items():
         value = getattr(node, name)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, hint):
                 raise ConfigError(f"config.{prefix}{name} must be a {hint.__name__}, not {value!r}")
             _check_types(value, f"{prefix}{name}.")
@@ -175,8 +175,8 @@ AT_LEAST_ONE = (
 ).split()
 AT_LEAST_ZERO = (
     "data.horizon data.stride data.min_played_ratio split.test_start split.test_length split.validation_length "
-    "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps optimizer.weight_decay "
-    "optimizer.clip_norm train.seed evaluation.every evaluation.patience"
+    "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps "
+    "optimizer.weight_decay optimizer.clip_norm train.seed evaluation.every evaluation.patience"
 ).split()
 POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
 UNIT_INTERVAL = "optimizer.final_fraction".split()

@@ -4,6 +4,7 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from recml_sasrec import command
 from recml_sasrec.config import ConfigError, validate
@@ -26,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command.run(evaluate)
 
 
-def evaluate_run(workdir: pathlib.Path, which: str, checkpoint: str, overrides: Sequence[str]) -> None:
+def evaluate_run(
+    workdir: pathlib.Path, which: Literal["validation", "test"], checkpoint: str, overrides: Sequence[str]
+) -> None:
     from recml_sasrec import run_folder
     from recml_sasrec.checkpoint import Checkpoints
     from recml_sasrec.data.loader import open_data

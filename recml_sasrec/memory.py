@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 
@@ -12,7 +13,7 @@ class MemoryLimitError(ValueError):
 
 def describe(compiled: jax.stages.Compiled) -> tuple[int, str]:
     """Bytes that a compiled step needs on a device, and the same in words."""
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     # donated arguments share their buffers with the outputs
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     needed = held + stats.temp_size_in_bytes

@@ -5,7 +5,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from recml_sasrec.data.batch import Batch
 from recml_sasrec.data.loader import Data
 from recml_sasrec.preemption import Interrupted, StopRequest
 from recml_sasrec.ranking import evaluation
+from recml_sasrec.ranking.evaluation import Which
 from recml_sasrec.step import Params, TrainState, init_state, make_encoder, make_model, make_train_step
 from recml_sasrec.writers import RunLog
 
@@ -68,7 +69,7 @@ class Run:
             f"model: {sum(counts.values()):,} parameters ({parts})"
         )
 
-    def batches(self, start_step: int) -> Iterator[Batch]:
+    def batches(self, start_step: int) -> Generator[Batch, None, None]:
         """Batches on the devices, from a step on; close it when done."""
         batches = self.data.train_batches(self.config, start_step)
         try:
@@ -80,8 +81,9 @@ class Run:
     def compile_step(self) -> jax.stages.Compiled:
         """The train step, compiled once, ahead of the loop; says what memory it needs and stops where it can't fit."""
         config, B, N = self.config, self.config.train.batch_size, self.config.data.length
-        shapes = Batch(*(((B, N), np.int32),) * 3, ((B, N, config.data.targets), np.int32), ((B, N), np.float32))
-        batch = Batch(*(jax.ShapeDtypeStruct(s, d, sharding=self.row_sharding) for s, d in shapes))
+        shapes = [((B, N), np.int32)] * 3 + [((B, N, config.data.targets), np.int32), ((B, N), np.float32)]
+        abstract: Any = [jax.ShapeDtypeStruct(*shape, sharding=self.row_sharding) for shape in shapes]
+        batch = Batch(*abstract)
         step = jax.jit(
             make_train_step(config, self.graphdef, self.optimizer),
             donate_argnums=0,
@@ -143,7 +145,7 @@ class Run:
             run_log.say(f"stopping early: {progress.worse} validations without a better {name}")
         return metrics
 
-    def evaluate(self, params: Params, which: str, stop: StopRequest) -> dict[str, float]:
+    def evaluate(self, params: Params, which: Which, stop: StopRequest) -> dict[str, float]:
         """Metrics of the model by exact full ranking."""
         return evaluation.evaluate(
             self.config,
@@ -160,7 +162,7 @@ class Run:
         workdir: pathlib.Path,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        which: str = "test",
+        which: Which = "test",
         step: int | None = None,
     ) -> evaluation.Rows:
         """Evaluates a checkpoint (the best one unless told) beside the baselines; prints and writes the table."""

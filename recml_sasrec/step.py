@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 
 from recml_sasrec import heads
 from recml_sasrec.config import Config, HeadConfig
@@ -74,8 +75,8 @@ def head_loss(
     config: HeadConfig,
     hidden: jax.Array,
     params: Params,
-    targets: jax.Array,
-    weights: jax.Array,
+    targets: ArrayLike,
+    weights: ArrayLike,
     key: jax.Array,
 ) -> tuple[jax.Array, heads.Counts]:
     """The configured head's weighted sum over tokens, and its counts."""
@@ -89,8 +90,12 @@ def head_loss(
         options |= {"tile": config.tile or None}
     if config.name == "sampled_bce":
         options |= {"negatives": config.negatives, "key": key}
-    head = {"cut_bce": heads.cut_bce, "dense_bce": heads.dense_bce, "sampled_bce": heads.sampled_bce}[config.name]
-    return head(hidden, table, targets, params.get("item_bias"), weights, **options)
+    functions: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
+        "cut_bce": heads.cut_bce,
+        "dense_bce": heads.dense_bce,
+        "sampled_bce": heads.sampled_bce,
+    }
+    return functions[config.name](hidden, table, targets, params.get("item_bias"), weights, **options)
 
 
 def make_train_step(

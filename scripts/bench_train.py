@@ -2,9 +2,9 @@
 
     python scripts/bench_train.py --data ../shared/data/s3rec-beauty/Beauty.txt
 
-SASRec of width 64, 2 blocks, 2 heads, N 50, next item, full-catalogue cut_bce, float32. Each row of the table is a process of
-its own, bound to one core unless --cores says otherwise; its peak memory is the process's. A real token is an input
-position that is not padding. The host time is that of the same loop around a compiled function that does nothing.
+SASRec of width 64, 2 blocks, 2 heads, N 50, next item, full-catalogue cut_bce, float32. Each row of the table is a
+process of its own, bound to one core unless --cores says otherwise; its peak memory is the process's. A real token is an
+input position that is not padding. The host time is that of the same loop around a compiled function that does nothing.
 """
 
 import argparse
@@ -88,9 +88,7 @@ def main() -> None:
         print(json.dumps(measure(flags.data, flags.cache, flags.child == "packed", flags.steps, flags.repeats)))
         return
     print(f"{platform.machine()}, {flags.cores} core(s); median of {flags.repeats} x {flags.steps} steps\n")
-    print(
-        "| batches | real tokens/s (slowest to fastest) | s/epoch | real share of positions | peak memory | host ms/step |"
-    )
+    print("| batches | real tokens/s (slowest to fastest) | s/epoch | real positions | peak memory | host ms/step |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as cache:
         for name in ("packed", "unpacked"):

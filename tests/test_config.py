@@ -7,6 +7,7 @@ import pytest
 from recml_sasrec.config import Config, ConfigError, first_difference, get_field, validate
 from recml_sasrec.config_file import from_json, load_config, set_field, to_json
 
+CONFIG_FILE = "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    {}\n    return c"
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py"))
 
 
@@ -100,7 +101,7 @@ def test_fields_that_need_times_are_refused_where_there_are_none():
 
 
 def test_a_missing_config_file_names_the_nearest_one():
-    with pytest.raises(ConfigError, match="did you mean '.*quickstart.py'"):
+    with pytest.raises(ConfigError, match=r"did you mean '.*quickstart\.py'"):
         load_config(str(CONFIGS[0].with_name("quickstrat.py")))
 
 
@@ -111,11 +112,11 @@ def test_a_missing_config_file_names_the_nearest_one():
         ("def get_conf():\n    pass", "AttributeError"),
         ("def get_config(:", "SyntaxError"),
         (
-            "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    c.train.steps = 'ten'\n    return c",
+            CONFIG_FILE.format("c.train.steps = 'ten'"),
             "config.train.steps='ten' is not a whole number",
         ),
         (
-            "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    c.train.step = 10\n    return c",
+            CONFIG_FILE.format("c.train.step = 10"),
             "AttributeError",
         ),
     ],

@@ -63,13 +63,13 @@ def test_the_loss_is_the_published_mean_over_tokens_and_the_counts_cover_every_p
     config = make_config()
     config.optimizer.learning_rate = 1e-12
     state, batch = run(config), make_batch(0)
-    graphdef, init = make_model(config, V, 2.0)
+    _, init = make_model(config, V, 2.0)
     model = init()
     hidden = np.asarray(model(*batch[:3]), np.float64)
     logits = hidden @ np.asarray(model.item_table[...], np.float64).T + np.asarray(model.item_bias[...], np.float64)
     labels = np.zeros_like(logits)
-    for b, n, l in zip(*np.nonzero(batch.targets >= 0), strict=True):
-        labels[b, n, batch.targets[b, n, l]] = 1
+    for b, n, slot in zip(*np.nonzero(batch.targets >= 0), strict=True):
+        labels[b, n, batch.targets[b, n, slot]] = 1
     losses = (np.logaddexp(0, logits) - labels * logits).sum(-1)
     expected = (losses * batch.weights).sum() / batch.weights.sum()
     np.testing.assert_allclose(float(state.metrics.loss), expected, rtol=1e-6)

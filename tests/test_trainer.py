@@ -208,7 +208,7 @@ def test_a_workdir_of_another_vocabulary_is_refused(tmp_path):
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     config = tiny_config(tmp_path / "cache")
     config.train.batch_size = 10_000
-    with pytest.raises(DataError, match="10000|10,000"):
+    with pytest.raises(DataError, match=r"10000|10,000"):
         trainer.train(config, tmp_path / "run")
 
 

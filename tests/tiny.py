@@ -1,6 +1,6 @@
 """A run small enough for a test, in this process or in a child that the test kills.
 
-As a module: python -m tests.tiny CACHE WORKDIR [kill_at_step=N] [kill_in_save=N] [kill_in_validation=N] [stop_at_step=N]
+As a module: python -m tests.tiny CACHE WORKDIR [POINT=N], see ``_install`` for the points.
 """
 
 import hashlib
