@@ -49,6 +49,11 @@ def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan |
     return _run(_spec(plan, table_VD, threshold, True, False, bias_V), h_TD, table_VD, bias_V, None)[:2]
 
 
+def kernel_call(plan: tiles.Plan, h_TD, table_VD, bias_V, weight_T):
+    """``sweep`` with loss and counts, traced at once: for those who look at the program."""
+    return _sweep(_spec(plan, table_VD, 0.0, True, True, bias_V), h_TD, table_VD, bias_V, weight_T)
+
+
 def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
     # bfloat16 operands are exact in one pass of the matrix unit; for float32 it is the user's choice.
     precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS
@@ -220,7 +225,7 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
         return inputs, outputs, scratch
 
     # Column D of the weighted hidden states is the weight alone, which makes dbias a column of dtable.
-    beside = (extension if spec.columnar else LANES) if spec.folded and spec.bias else 0
+    beside = (extension if spec.columnar else LANES) if spec.folded else 0
     weighted_CD = jnp.pad(h_CD.astype(f32), [(0, 0), (0, beside)])
     weighted_CD = weighted_CD.at[:, spec.padded : spec.padded + 1].set(1) if beside else weighted_CD
     weighted_CD = (weight_C[:, None] * weighted_CD).astype(dtype)

@@ -68,11 +68,11 @@ class Spec(NamedTuple):
 
     @property
     def folded(self) -> bool:
-        """The matrix unit has idle rows that add the offset, and idle columns or few more rows that give dbias.
+        """The matrix unit has idle rows that add the bias, and idle columns or a few more rows that give dbias.
 
-        The offset, bias or -1e30 where the last tile has no item, is then three exact pieces in E against ones in h.
+        The bias, -1e30 where the last tile has no item, is then three exact pieces in E against ones in h.
         """
-        return (self.bias or self.ragged) and self.padded % self.plan.mxu_width != 0
+        return self.bias and self.padded % self.plan.mxu_width != 0
 
 
 def kernel(spec: Spec, refs):
@@ -95,7 +95,7 @@ def kernel(spec: Spec, refs):
 
     if spec.gradients and spec.plan.dh == "hbm":
         _exchange_dh(spec, refs, v, t)
-    if spec.ragged and not spec.bias and not spec.folded:  # only the last tile pays for its missing items
+    if spec.ragged and not spec.bias:  # only the last tile pays for its missing items
         tail = v == pl.num_programs(0) - 1
         pl.when(tail)(lambda: _Tile(spec, refs, t, True).run())
         pl.when(jnp.logical_not(tail))(lambda: _Tile(spec, refs, t, False).run())
@@ -175,10 +175,9 @@ def _copy_table(spec, refs, at, item):
 
 
 def _extension(spec, refs, at, item):
-    """[16, 128]: the offsets of the items ``at`` as three numbers of 8 bits each, which bfloat16 holds exactly."""
+    """[16, 128]: the biases of the items ``at`` as three numbers of 8 bits each, which bfloat16 holds exactly."""
     item_1K = item + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    rest_1K = jnp.maximum(refs.bias[:, at], -1e30) if spec.bias else jnp.zeros((1, LANES), jnp.float32)
-    rest_1K = jnp.where(item_1K < spec.items, rest_1K, -1e30)
+    rest_1K = jnp.where(item_1K < spec.items, jnp.maximum(refs.bias[:, at], -1e30), -1e30)
     row_RK = lax.broadcasted_iota(jnp.int32, (EXTENSION, LANES), 0)
     pieces_RK = jnp.zeros((EXTENSION, LANES), jnp.float32)
     for row in range(3):
@@ -331,12 +330,12 @@ class _Tile:
         if spec.columnar:
             dtable_DK = self.dot(refs.weighted[:, c], s_KC, over=(1, 1))
             refs.dtable[:, k] += dtable_DK[: spec.width]
-            if spec.bias and spec.folded:
+            if spec.folded:
                 refs.dbias[:, k] += dtable_DK[spec.padded : spec.padded + 1]
         else:
             dtable_KD = self.dot(s_KC, refs.weighted[c, :])
             refs.dtable[k, :] += dtable_KD[:, : spec.width]
-            if spec.bias and spec.folded:
+            if spec.folded:
                 refs.dbias_acc[k, :] += dtable_KD[:, spec.width :]
         part_DC = self.dot(self.columns[:, k], s_KC)
         dh_DC = part_DC if dh_DC is None else dh_DC + part_DC
