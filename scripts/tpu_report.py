@@ -45,7 +45,7 @@ def cases(chip: str, part: str) -> list[dict]:
     even = 64 * 2048  # whole tiles: the code of the last, ragged one would be listed a second time
     races = [case(2048, 128, items=even, schedule=True), case(2048, 128, items=even, bias=True, schedule=True)]
     if part == "quick":
-        return [case(2048, 128, items=100_003), case(2048, 64, bias=True, items=100_003)]
+        return [case(512, 128, items=100_003), case(512, 64, bias=True, items=100_003)]
     if part == "schedule":
         return races + [case(2048, width, items=even, bias=True, schedule=True) for width in (64, 256)]
     grid = [case(t, d, dtype) for t in (2048, 4096) for d in (64, 128, 256) for dtype in ("bfloat16", "float32")]

@@ -34,13 +34,28 @@ def plan_for(h_TD: jax.Array, table_VD: jax.Array, **overrides) -> tiles.Plan:
     return tiles.plan(tokens, items, width, h_TD.dtype.itemsize, tiles.current_chip(), **overrides)
 
 
-def sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile, with_loss=True, plan: tiles.Plan | None = None):
+def sweep(
+    h_TD,
+    table_VD,
+    bias_V,
+    weight_T,
+    *,
+    threshold,
+    tile,
+    with_loss: bool = True,
+    reference_T: jax.Array | None = None,
+    plan: tiles.Plan | None = None,
+):
     """Loss, counts and gradients of the background from one pass over the logits; see ``cut.py``.
 
     ``with_loss=False`` leaves out the loss (None) and what it costs. ``plan`` overrides the choice of ``tiles``.
+    With float32 ``reference_T`` a sixth result, int32 [T], counts the items whose logit is above it: the rank of a
+    target with that logit. The matrix unit rounds in an order of its own, so ask for a little more than that logit.
     """
     plan = plan or plan_for(h_TD, table_VD, tile=tile)
-    return _run(_spec(plan, table_VD, threshold, with_loss, True, bias_V), h_TD, table_VD, bias_V, weight_T)
+    spec = _spec(plan, table_VD, threshold, with_loss, True, bias_V)._replace(reference=reference_T is not None)
+    results = _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T)
+    return results if spec.reference else results[:5]
 
 
 def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan | None = None):
@@ -51,7 +66,7 @@ def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan |
 
 def kernel_call(plan: tiles.Plan, h_TD, table_VD, bias_V, weight_T):
     """``sweep`` with loss and counts, traced at once: for those who look at the program."""
-    return _sweep(_spec(plan, table_VD, 0.0, True, True, bias_V), h_TD, table_VD, bias_V, weight_T)
+    return _sweep(_spec(plan, table_VD, 0.0, True, True, bias_V), h_TD, table_VD, bias_V, weight_T, None)
 
 
 def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
@@ -59,7 +74,7 @@ def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
     precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS
     precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
     items, width = table_VD.shape
-    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision)
+    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False)
 
 
 _ONE_PASS = (None, "default", "fastest", "bfloat16", "BF16_BF16_F32")
@@ -70,16 +85,16 @@ _sweep_p = Primitive("cut_bce_tpu")
 _sweep_p.multiple_results = True
 
 
-def _run(spec, h_TD, table_VD, bias_V, weight_T):
-    """(loss_T, above_T, dh_TD, dtable_VD, dbias_V), None where the spec has none."""
-    arrays = [x for x in (h_TD, table_VD, bias_V, weight_T) if x is not None]
+def _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T=None):
+    """(loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T), None where the spec has none."""
+    arrays = [x for x in (h_TD, table_VD, bias_V, weight_T, reference_T) if x is not None]
     results = iter(_sweep_p.bind(*arrays, spec=spec, batches=()))
     return tuple(next(results) if wanted else None for wanted in _wanted(spec))
 
 
 def _wanted(spec) -> tuple[bool, ...]:
     gradients = spec.gradients
-    return spec.loss, spec.threshold is not None, gradients, gradients, gradients and spec.bias
+    return spec.loss, spec.threshold is not None, gradients, gradients, gradients and spec.bias, spec.reference
 
 
 @_sweep_p.def_abstract_eval
@@ -87,8 +102,8 @@ def _(h_TD, *arrays, spec, batches):
     """``batches`` has an entry a vmap, outermost first: its size and which arguments have that leading axis."""
     f32, leading = jnp.dtype("float32"), tuple(size for size, _ in batches)
     tokens = h_TD.shape[-2]
-    shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,)
-    dtypes = f32, jnp.dtype("int32"), f32, f32, f32
+    shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,), (tokens,)
+    dtypes = f32, jnp.dtype("int32"), f32, f32, f32, jnp.dtype("int32")
     results = zip(shapes, dtypes, _wanted(spec), strict=True)
     return [jax.core.ShapedArray((*leading, *shape), dtype) for shape, dtype, wanted in results if wanted]
 
@@ -113,11 +128,11 @@ def _traced(*arrays, spec, batches):
 
         return lax.map(one, [x for x, m in zip(arrays, mapped, strict=True) if m])
     h_TD, table_VD, *rest = arrays
-    bias_V = rest[0] if spec.bias else None
+    bias_V = rest.pop(0) if spec.bias else None
     if spec.gradients:
-        results = _sweep(spec, h_TD, table_VD, bias_V, rest[-1])
+        results = _sweep(spec, h_TD, table_VD, bias_V, rest[0], rest[1] if spec.reference else None)
     else:
-        outs = lax.map(lambda h_CD: _call(spec, h_CD, table_VD, bias_V, None)[0], _blocks(h_TD, spec.plan))
+        outs = lax.map(lambda h_CD: _call(spec, table_VD, bias_V, (h_CD, None, None))[0], _blocks(h_TD, spec.plan))
         results = _unblock(outs, h_TD.shape[0])
     return [x for x in results if x is not None]
 
@@ -127,22 +142,22 @@ batching.primitive_batchers[_sweep_p] = _batch
 mlir.register_lowering(_sweep_p, mlir.lower_fun(_traced, multiple_results=True))
 
 
-def _sweep(spec, h_TD, table_VD, bias_V, weight_T):
+def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T):
     """One call, or one a block of tokens with the table's gradient handed from call to call."""
-    plan = spec.plan
-    h_BCD, weight_BC = _blocks(h_TD, plan), _blocks(weight_T, plan)
-    out, dtable_VD, dbias_V = _call(spec, h_BCD[0], table_VD, bias_V, weight_BC[0])
+    blocks = jax.tree.map(lambda x: _blocks(x, spec.plan), (h_TD, weight_T, reference_T))
+    out, dtable_VD, dbias_V = _call(spec, table_VD, bias_V, jax.tree.map(lambda x: x[0], blocks))
     outs = jax.tree.map(lambda x: x[None], out)
-    if plan.blocks > 1:
+    if spec.plan.blocks > 1:
         spec = spec._replace(accumulate=True)
 
         def step(carry, block):
-            out, dtable_VD, dbias_V = _call(spec, block[0], table_VD, bias_V, block[1], carry[0])
+            out, dtable_VD, dbias_V = _call(spec, table_VD, bias_V, block, carry[0])
             return (dtable_VD, None if dbias_V is None else carry[1] + dbias_V), out
 
-        (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), (h_BCD[1:], weight_BC[1:]))
+        (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), jax.tree.map(lambda x: x[1:], blocks))
         outs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), outs, rest)
-    return *_unblock(outs, h_TD.shape[0]), dtable_VD, dbias_V
+    loss_T, above_T, dh_TD, better_T = _unblock(outs, h_TD.shape[0])
+    return loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T
 
 
 def _blocks(x, plan):
@@ -155,10 +170,10 @@ def _unblock(outs, tokens):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], outs)
 
 
-def _call(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD=None):
-    """One kernel over a block of tokens: ((loss, above, dh) of its tokens, dtable, dbias)."""
+def _call(spec, table_VD, bias_V, block, dtable_VD=None):
+    """One kernel over a block of tokens (h, weight, reference): ((loss, above, dh, better), dtable, dbias)."""
     plan = spec.plan
-    inputs, outputs, scratch = _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD)
+    inputs, outputs, scratch = _operands(spec, table_VD, bias_V, block, dtable_VD)
     names = [*inputs, *outputs, *scratch]
     results = pl.pallas_call(
         lambda *refs: kernel(spec, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
@@ -182,18 +197,24 @@ def _call(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD=None):
     loss_C = out["loss"].sum(0) if spec.loss else None
     above_C = None if spec.threshold is None else out["above"].sum(0)
     if not spec.gradients:
-        return (loss_C, above_C, None), None, None
-    dh_CD = out["dh_t"].T[:, : spec.width] * weight_C[:, None]
+        return (loss_C, above_C, None, None), None, None
+    better_C = out["better"].sum(0) if spec.reference else None
+    dh_CD = out["dh_t"].T[:, : spec.width] * block[1][:, None]
     dtable = out["dtable"]
     if spec.accumulate and spec.ragged:
         # The interpreter returns an aliased output with its last tile's padding; for the compiler this is nothing.
         dtable = lax.slice(dtable, (0, 0), table_VD.shape[::-1] if spec.columnar else table_VD.shape)
-    return (loss_C, above_C, dh_CD), dtable.T if spec.columnar else dtable, out["dbias"][0] if spec.bias else None
+    return (
+        (loss_C, above_C, dh_CD, better_C),
+        dtable.T if spec.columnar else dtable,
+        out["dbias"][0] if spec.bias else None,
+    )
 
 
-def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
+def _operands(spec, table_VD, bias_V, block, dtable_VD):
     """What the variant reads, writes, keeps, by name: inputs (array, block), outputs (shape, dtype, block), scratch."""
     plan, dtype, f32 = spec.plan, table_VD.dtype, jnp.float32
+    h_CD, weight_C, reference_C = block
     h_CD = jnp.pad(h_CD, [(0, 0), (0, spec.padded - spec.width)])
     tokens, extension = h_CD.shape[0], EXTENSION if spec.folded else 0
     extended_CD = jnp.concatenate([h_CD, jnp.ones((tokens, extension), dtype)], 1)
@@ -221,6 +242,10 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
     if spec.threshold is not None:
         outputs["above"] = ((ROWS, plan.block), jnp.int32, anywhere)
         scratch["above_acc"] = pltpu.VMEM((ROWS, plan.block), jnp.int32)
+    if spec.reference:
+        inputs["reference"] = (reference_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
+        outputs["better"] = ((ROWS, plan.block), jnp.int32, anywhere)
+        scratch["better_acc"] = pltpu.VMEM((ROWS, plan.block), jnp.int32)
     if not spec.gradients:
         return inputs, outputs, scratch
 
@@ -230,8 +255,7 @@ def _operands(spec, h_CD, table_VD, bias_V, weight_C, dtable_VD):
     weighted_CD = weighted_CD.at[:, spec.padded : spec.padded + 1].set(1) if beside else weighted_CD
     weighted_CD = (weight_C[:, None] * weighted_CD).astype(dtype)
     if spec.columnar:
-        block = pl.BlockSpec((spec.padded + beside, plan.tokens), lambda v, t: (0, t))
-        inputs["weighted"] = (weighted_CD.T, block)
+        inputs["weighted"] = (weighted_CD.T, pl.BlockSpec((spec.padded + beside, plan.tokens), lambda v, t: (0, t)))
     else:
         inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded + beside), lambda v, t: (t, 0)))
     outputs["dh_t"] = ((spec.padded, plan.block), f32, anywhere)

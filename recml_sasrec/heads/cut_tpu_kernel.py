@@ -43,6 +43,7 @@ class Spec(NamedTuple):
     bias: bool
     accumulate: bool  # dtable starts from an input instead of zero
     precision: lax.Precision  # of the matmuls
+    reference: bool  # count the items above each token's reference logit
 
     @property
     def padded(self) -> int:
@@ -80,8 +81,10 @@ def kernel(spec: Spec, refs):
     v, t = pl.program_id(0), pl.program_id(1)
     first = (v == 0) & (t == 0)
     last = (v == pl.num_programs(0) - 1) & (t == pl.num_programs(1) - 1)
-    resident = [name for name in ("loss_acc", "above_acc") if hasattr(refs, name)]
+    outputs = {"loss_acc": "loss", "above_acc": "above", "better_acc": "better"}
+    resident = [name for name in outputs if hasattr(refs, name)]
     if spec.gradients and spec.plan.dh != "hbm":
+        outputs["dh_acc"] = "dh_t"
         resident.append("dh_acc")
 
     @pl.when(first)
@@ -109,8 +112,7 @@ def kernel(spec: Spec, refs):
     @pl.when(last)
     def _():
         for name in resident:
-            output = {"loss_acc": "loss", "above_acc": "above", "dh_acc": "dh_t"}[name]
-            pltpu.sync_copy(getattr(refs, name), getattr(refs, output))
+            pltpu.sync_copy(getattr(refs, name), getattr(refs, outputs[name]))
 
 
 def _fill(ref, rows, value_of=None):
@@ -247,6 +249,10 @@ class _Tile:
         self.rows = getattr(refs, "rows", refs.table)
         self.columns = getattr(refs, "columns", refs.table)
         self.zeros = jnp.zeros((ROWS, self.plan.sub_tokens), jnp.float32)
+        # What logits are compared with: a number, or a row of one a token.
+        self.limits = {} if spec.threshold is None else {"above_acc": spec.threshold}
+        if spec.reference:
+            self.limits["better_acc"] = refs.reference
 
     def run(self):
         plan = self.plan
@@ -259,17 +265,17 @@ class _Tile:
         losses, peak, dh_DC, waiting = [], self.zeros, None, []
         for i, (c, k) in enumerate(subtiles):
             if k == items[0]:
-                loss, above = self.zeros, self.zeros.astype(jnp.int32)
+                loss, counts = self.zeros, [self.zeros.astype(jnp.int32) for _ in self.limits]
             logits += [self.logits(*subtile) for subtile in subtiles[len(logits) : i + 1 + ahead]]
-            s_KC, loss, peak, above = self.elementwise(c, k, logits[i], loss, peak, above)
+            s_KC, loss, peak, counts = self.elementwise(c, k, logits[i], loss, peak, counts)
             waiting.append((c, k, s_KC))
             while self.spec.gradients and len(waiting) > (ahead if i + 1 < len(subtiles) else 0):
                 dh_DC = self.gradients(*waiting[0], dh_DC, last=waiting[0][1] == items[-1])
                 waiting.pop(0)
             if k == items[-1]:
                 losses.append((c, loss))
-                if self.spec.threshold is not None:
-                    self.refs.above_acc[:, self.resident(c)] += above
+                for name, count in zip(self.limits, counts, strict=True):
+                    getattr(self.refs, name)[:, self.resident(c)] += count
         if self.spec.loss:
             self.add_losses(losses, peak)
 
@@ -291,16 +297,17 @@ class _Tile:
         """[rows, sub_tokens]: the items' bias, -inf where there is no item."""
         return jnp.tile(self.refs.offset[pl.ds(start, rows), :], (1, self.plan.sub_tokens // LANES))
 
-    def elementwise(self, c, k, z_KC, loss, peak, above):
+    def elementwise(self, c, k, z_KC, loss, peak, counts):
         """Sigmoids in the table's dtype, and the sums over the sub-tile's items; a register's rows at a time."""
         spec, logits, pieces, product = self.spec, [], [], None
         packed = spec.threshold == 0 and self.plan.packed
+        limits = [x if isinstance(x, float) else x[:, c] for x in self.limits.values()]
         for i, row in enumerate(range(0, self.plan.sub_items, ROWS)):
             z = z_KC[row : row + ROWS, :]
             if self.offset:
                 z = z + self.offset_of(k.start + row, ROWS)
-            if spec.threshold is not None and not packed:
-                above = above + (z > spec.threshold).astype(jnp.int32)
+            for j in range(int(packed), len(limits)):
+                counts[j] = counts[j] + (z > limits[j]).astype(jnp.int32)
             logits.append(z)
             g = jnp.exp(jnp.minimum(z, _CLAMP))
             d = 1 + g
@@ -316,8 +323,8 @@ class _Tile:
                     self.add_bias_gradient(c, k.start + row, s)
                 pieces.append(s)
         if packed:
-            above = above + _count_positive(logits)
-        return (jnp.concatenate(_pack(pieces, self.rows.dtype)) if pieces else None), loss, peak, above
+            counts[0] = counts[0] + _count_positive(logits)
+        return (jnp.concatenate(_pack(pieces, self.rows.dtype)) if pieces else None), loss, peak, counts
 
     def add_bias_gradient(self, c, row, s):
         weighted = s * self.refs.weight[:, c]

@@ -161,7 +161,7 @@ def _sized(tokens, width, itemsize, chip, gradients, dh, sub, block) -> Plan:
     table_tile = tile_items * lanes
     # Blocks that the pipeline double-buffers, then what is allocated once.
     need = 2 * (table_tile * itemsize + rows * tile_tokens * itemsize + 8 * tile_items * 4 + 8 * tile_tokens * 4)
-    need += table_tile * itemsize + tile_items * _LANES * 4 + 2 * 8 * block * 4
+    need += table_tile * itemsize + tile_items * _LANES * 4 + 3 * 8 * block * 4
     if gradients:
         need += 2 * (table_tile * 4 + tile_tokens * lanes * itemsize + 8 * tile_items * 4)
         need += rows * tile_items * itemsize + tile_items * _LANES * 4

@@ -102,6 +102,16 @@ def test_a_sweep_without_loss_and_counts_has_the_same_gradients():
         np.testing.assert_allclose(actual, exact, atol=1e-4 * np.abs(exact).max())
 
 
+def test_ranks_count_the_items_above_a_reference_logit():
+    arguments = background(9, 140, 16)
+    plan = tiles.plan(9, 140, 16, 4, tiles.CHIPS["v6e"], **TILE)
+    reference_T = jnp.linspace(-8.0, 4.0, 9)
+    with interpreter():
+        results = cut_tpu.sweep(*arguments, threshold=0.0, tile=None, reference_T=reference_T, plan=plan)
+    np.testing.assert_array_equal(results[1], wanted(*arguments, 0.0)[1])
+    np.testing.assert_array_equal(results[5], wanted(*arguments, np.asarray(reference_T)[:, None])[1])
+
+
 def test_the_head_gives_loss_gradients_and_counts_by_definition_under_checkpoint():
     hidden, table, targets, bias, weights = problem(3, tokens=9, items=150, width=24)
 
