@@ -52,7 +52,7 @@ def sweep(
     With float32 ``reference_T`` a sixth result, int32 [T], counts the items whose logit is above it: the rank of a
     target with that logit. The matrix unit rounds in an order of its own, so ask for a little more than that logit.
     """
-    plan = plan or plan_for(h_TD, table_VD, tile=tile)
+    plan = plan or plan_for(h_TD, table_VD, tile=tile, ranks=reference_T is not None)
     spec = _spec(plan, table_VD, threshold, with_loss, True, bias_V)._replace(reference=reference_T is not None)
     results = _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T)
     return results if spec.reference else results[:5]

@@ -88,6 +88,7 @@ def plan(
     chip: Chip,
     *,
     gradients: bool = True,
+    ranks: bool = False,
     tile: int | None = None,
     token_tile: int | None = None,
     dh: Accumulation | None = None,
@@ -97,6 +98,7 @@ def plan(
 
     Args:
       gradients: False for the forward-only kernel, which accumulates no dh.
+      ranks: True for a second count a token.
       tile, token_tile: override the items or tokens of a tile; rounded up to what the hardware can address.
       dh: override where dh is accumulated.
       block: override the tokens of a block; implies ``dh="blocks"`` where it is less than all tokens.
@@ -118,7 +120,7 @@ def plan(
         for way in ways:
 
             def size(block: int | None, way=way, sub=sub) -> Plan:
-                return _sized(tokens, width, itemsize, chip, gradients, way, sub, block)
+                return _sized(tokens, width, itemsize, chip, gradients, ranks, way, sub, block)
 
             plan = size(block or _fitting_block(size, budget)) if way == "blocks" else size(None)
             # Reading a part of dh that the step before still writes: one T tile has to be resident.
@@ -127,16 +129,15 @@ def plan(
     raise ValueError(
         f"a tile of {plan.items} items x {plan.tokens} tokens at width {width}, dh {plan.dh}, needs "
         f"{plan.vmem_bytes / _MIB:.1f} MiB of VMEM and {chip.name} has {budget / _MIB:.1f} to give; "
-        f"{_remedy(tokens, items, width, itemsize, chip, gradients, (tile, token_tile, dh, block))}"
+        f"{_remedy(tokens, items, width, itemsize, chip, gradients, ranks, (tile, token_tile, dh, block))}"
     )
 
 
-def _remedy(tokens, items, width, itemsize, chip, gradients, overrides) -> str:
+def _remedy(tokens, items, width, itemsize, chip, gradients, ranks, overrides) -> str:
     if any(override is not None for override in overrides):
         try:
-            return (
-                f"without overrides this would fit: {plan(tokens, items, width, itemsize, chip, gradients=gradients)}"
-            )
+            fits = plan(tokens, items, width, itemsize, chip, gradients=gradients, ranks=ranks)
+            return f"without overrides this would fit: {fits}"
         except ValueError:
             pass
     return "no tile of this width fits; implementation='xla' does"
@@ -153,7 +154,7 @@ def _sub_tile(tokens, items, chip, tile, token_tile):
     return tile_items, tile_tokens, sub_items, sub_tokens
 
 
-def _sized(tokens, width, itemsize, chip, gradients, dh, sub, block) -> Plan:
+def _sized(tokens, width, itemsize, chip, gradients, ranks, dh, sub, block) -> Plan:
     tile_items, tile_tokens, sub_items, sub_tokens = sub
     total = _round_up(tokens, tile_tokens)
     block = min(_round_up(block or total, tile_tokens), total) if dh == "blocks" else total
@@ -161,7 +162,7 @@ def _sized(tokens, width, itemsize, chip, gradients, dh, sub, block) -> Plan:
     table_tile = tile_items * lanes
     # Blocks that the pipeline double-buffers, then what is allocated once.
     need = 2 * (table_tile * itemsize + rows * tile_tokens * itemsize + 8 * tile_items * 4 + 8 * tile_tokens * 4)
-    need += table_tile * itemsize + tile_items * _LANES * 4 + 3 * 8 * block * 4
+    need += table_tile * itemsize + tile_items * _LANES * 4 + (2 + ranks) * 8 * block * 4
     if gradients:
         need += 2 * (table_tile * 4 + tile_tokens * lanes * itemsize + 8 * tile_items * 4)
         need += rows * tile_items * itemsize + tile_items * _LANES * 4
