@@ -79,12 +79,12 @@ def head_loss(
     weights: ArrayLike,
     key: jax.Array,
 ) -> tuple[jax.Array, heads.Counts]:
-    """The configured head's weighted sum over tokens, and its counts."""
+    """The configured head's loss and counts."""
     table = params["item_table"].astype(hidden.dtype)
     options: dict[str, Any] = {
         "positive_weight": config.positive_weight,
         "threshold": config.threshold,
-        "reduction": "sum",
+        "reduction": config.reduction,
     }
     if config.name == "cut_bce":
         options |= {"tile": config.tile or None}
@@ -104,26 +104,22 @@ def make_train_step(
     """The step to compile; donate its state."""
     parts = config.train.accumulate
 
-    def micro_loss(params: Params, batch: Batch, key: jax.Array, scale: jax.Array):
+    def micro_loss(params: Params, batch: Batch, key: jax.Array, share: jax.Array | float):
         dropout_key, head_key = jax.random.split(key)
         model = nnx.merge(graphdef, params)
         hidden = model(batch.items, batch.positions, batch.segment_ids, dropout_key)
         loss, counts = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key)
-        return loss * scale, counts
+        return loss * share, counts
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
     def train_step(state: TrainState, batch: Batch) -> TrainState:
         # the key depends on nothing but seed and step, so a resumed run draws what the uninterrupted one would have
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
-        total_weight = jnp.sum(batch.weights)
-        scale = jnp.where(total_weight > 0, 1 / jnp.maximum(total_weight, 1e-30), 0.0)
-        if config.head.reduction == "mean":
-            scale = scale / state.params["item_table"].shape[0]
         if parts == 1:
-            (loss, counts), grads = gradient(state.params, batch, key, scale)
+            (loss, counts), grads = gradient(state.params, batch, key, 1.0)
         else:
-            (loss, counts), grads = accumulate(gradient, state.params, batch, key, scale, parts)
+            (loss, counts), grads = accumulate(gradient, state.params, batch, key, parts)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -141,16 +137,18 @@ def make_train_step(
     return train_step
 
 
-def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, scale: jax.Array, parts: int):
+def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, parts: int):
     """Loss, counts and gradients summed over ``parts`` micro-batches of consecutive rows.
 
-    The scale is that of the whole batch, so the result equals a single pass over it but for rounding.
+    Each counts with its share of the batch's weight, so the result equals a single pass over it but for rounding.
     """
+    total_weight = jnp.sum(batch.weights)
     micro_batches = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
 
     def body(carry, xs):
         micro_batch, micro_key = xs
-        (loss, counts), grads = gradient(params, micro_batch, micro_key, scale)
+        share = jnp.sum(micro_batch.weights) / jnp.where(total_weight > 0, total_weight, 1)
+        (loss, counts), grads = gradient(params, micro_batch, micro_key, share)
         return (carry[0] + loss, carry[1] + counts, jax.tree.map(jnp.add, carry[2], grads)), None
 
     zeros = (jnp.zeros(()), heads.Counts.zeros(), jax.tree.map(jnp.zeros_like, params))

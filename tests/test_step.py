@@ -1,5 +1,7 @@
 """The step: what it accumulates, and that micro-batches, devices and restarts don't change what it learns."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 
 from recml_sasrec import heads, optim, sharding
 from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.config_file import from_json, to_json
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.step import Metrics, init_state, make_model, make_train_step
 
@@ -38,11 +41,18 @@ def make_batch(seed=0):
     )
 
 
-def run(config, steps=1, batch=make_batch, state=None):
+@functools.cache
+def compiled(config_json):
+    """(initialised state, step) of a config, compiled once for all tests."""
+    config = from_json(config_json)
     graphdef, init = make_model(config, V, 2.0)
     optimizer = optim.make_optimizer(config.optimizer, 100)
-    state = init_state(init, optimizer) if state is None else state
-    step = jax.jit(make_train_step(config, graphdef, optimizer))
+    return jax.jit(lambda: init_state(init, optimizer))(), jax.jit(make_train_step(config, graphdef, optimizer))
+
+
+def run(config, steps=1, batch=make_batch, state=None):
+    start, step = compiled(to_json(config))
+    state = start if state is None else state
     for i in range(steps):
         state = step(state, batch(i))
     return state
@@ -125,9 +135,9 @@ def test_the_first_step_that_is_not_finite_is_remembered():
 
 def test_sampled_bce_trains():
     config = make_config(name="sampled_bce", negatives=4)
-    batch = make_batch()
-    first = float(run(config, steps=1, batch=lambda i: batch).metrics.loss)
     config.optimizer.learning_rate = 1e-2
+    batch = make_batch()
+    first = float(run(config, batch=lambda i: batch).metrics.loss)
     state = run(config, steps=60, batch=lambda i: batch)
     last = float(
         run(config, steps=1, batch=lambda i: batch, state=state._replace(metrics=Metrics.zeros())).metrics.loss
@@ -143,7 +153,7 @@ def test_two_devices_learn_what_one_does():
     optimizer = optim.make_optimizer(config.optimizer, 100)
     mesh = sharding.make_mesh()
     step = jax.jit(make_train_step(config, graphdef, optimizer), out_shardings=sharding.replicated(mesh))
-    state = jax.device_put(init_state(init, optimizer), sharding.replicated(mesh))
+    state = jax.jit(lambda: init_state(init, optimizer), out_shardings=sharding.replicated(mesh))()
     for i in range(3):
         state = step(state, jax.device_put(make_batch(i), sharding.by_row(mesh, B)))
     one = run(config, steps=3)

@@ -1,6 +1,7 @@
 """A run that is killed, stopped, starved or diverging: what it leaves behind and how it goes on."""
 
 import json
+import os
 import pathlib
 import resource
 import signal
@@ -33,9 +34,12 @@ def losses(workdir):
 
 
 def child(cache, workdir, *points):
+    # compiled as users' runs are, not as this suite's: bit for bit is a claim about them
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, "-m", "tests.tiny", str(cache), str(workdir), *points],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
