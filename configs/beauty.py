@@ -14,6 +14,7 @@ def get_config() -> Config:
     config.data.path = "data/Beauty.txt"
     config.data.length = 50
     config.data.targets = 1
+    config.data.position_order = "newest_first"  # as the left-padded implementations count
     config.split.kind = "leave_last"
     config.model.width = 64
     config.model.blocks = 2
@@ -21,12 +22,11 @@ def get_config() -> Config:
     config.model.norm = "post"
     config.model.dropout = 0.5
     config.optimizer.learning_rate = 1e-3
-    config.optimizer.schedule = "constant"
+    config.optimizer.final_fraction = 0.02
     config.train.batch_size = 41
     config.train.steps = 6_400
     config.train.log_every = 64
     config.checkpoint.every = 320
     config.evaluation.every = 320
-    config.evaluation.patience = 6
     config.evaluation.ks = (5, 10, 20)
     return config

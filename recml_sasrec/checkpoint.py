@@ -4,6 +4,7 @@ A checkpoint holds params and optimizer state apart (evaluation restores params 
 must know: config, vocabulary and the progress of early stopping.
 """
 
+import contextlib
 import json
 import logging
 import pathlib
@@ -53,11 +54,14 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
-            self.wait()
+            if kind is None:
+                self.wait()
         finally:
-            self._checkpointer.close()
+            # closing reports a failed save once more; the first report is the one that reaches the user
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:

@@ -28,8 +28,9 @@ log = logging.getLogger("recml_sasrec")
 
 @dataclass(slots=True)
 class Progress:
-    """What early stopping must remember across a restart."""
+    """Where the run stands, and what early stopping must remember across a restart."""
 
+    step: int = 0  # steps done
     best: float = -math.inf
     best_step: int = 0
     worse: int = 0  # validations since the best one
@@ -102,15 +103,18 @@ class Run:
         memory.check_fits(needed, words, limit, config.head.name)
         return compiled
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, Progress]:
+    def restore_progress(self, checkpoints: Checkpoints) -> Progress:
+        """That of the newest checkpoint, or of a run that has not begun."""
+        step = checkpoints.latest
+        return Progress() if step is None else Progress(**checkpoints.info(step)["progress"])
+
+    def restore_state(self, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint's state, or a fresh one."""
         step = checkpoints.latest
         if step is None:
-            return self.init(), Progress()
-        saved = checkpoints.info(step)
-        progress = Progress(**saved["progress"])
+            return self.init()
         log.info("resuming from step %d", step)
-        return checkpoints.restore(step, self.abstract_state), progress
+        return checkpoints.restore(step, self.abstract_state)
 
     def info(self, progress: Progress) -> dict[str, Any]:
         """What a checkpoint says of its run."""
@@ -121,7 +125,7 @@ class Run:
         }
 
     def validate(
-        self, params: Params, step: int, progress: Progress, run_log: RunLog, stop: StopRequest
+        self, params: Params, progress: Progress, run_log: RunLog, stop: StopRequest
     ) -> dict[str, float] | None:
         """Metrics on the validation split, noted in the progress; None where a stop was requested meanwhile."""
         try:
@@ -130,6 +134,7 @@ class Run:
             progress.interrupted = True
             return None
         progress.interrupted = False
+        step = progress.step
         run_log.write(step, {f"validation/{name}": value for name, value in metrics.items()})
         name = self.config.evaluation.best_metric
         value = metrics[name]

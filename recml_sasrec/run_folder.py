@@ -51,7 +51,8 @@ def adopt(workdir: pathlib.Path, config: Config, store: Store) -> None:
     Raises:
         ConfigError: the folder holds another run.
     """
-    if (workdir / "config.json").exists():
+    # before its first checkpoint a run has nothing that another config could spoil
+    if (workdir / "config.json").exists() and any((workdir / "checkpoints").glob("*[0-9]")):
         saved, vocabulary = read(workdir)
         name = configs.first_difference(saved, config, but=CHANGEABLE)
         if name:

@@ -11,6 +11,8 @@ import logging
 import os
 import pathlib
 
+import jax
+
 from recml_sasrec import config as configs
 from recml_sasrec import config_file, run_folder
 from recml_sasrec.checkpoint import Checkpoints
@@ -49,16 +51,19 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
         run = Run(config, data)
         log.info("%s", run.overview())
         with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints:
-            state, progress = run.restore(checkpoints)
-            if (int(state.step) < config.train.steps and not progress.stopped) or progress.interrupted:
-                with RunLog(workdir, int(state.step), config.train.steps) as run_log:
-                    fit(run, state, progress, checkpoints, run_log, stop)
+            progress = run.restore_progress(checkpoints)
+            if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
+                train_step = run.compile_step()  # says what it needs before the state takes its memory
+                state = run.restore_state(checkpoints)
+                with RunLog(workdir, progress.step, config.train.steps) as run_log:
+                    fit(run, train_step, state, progress, checkpoints, run_log, stop)
             checkpoints.wait()
             return run.final_evaluation(workdir, checkpoints, stop)
 
 
 def fit(
     run: Run,
+    train_step: jax.stages.Compiled,
     state: TrainState,
     progress: Progress,
     checkpoints: Checkpoints,
@@ -67,20 +72,18 @@ def fit(
 ) -> None:
     """Steps from the state's step to the last one, logging, validating and checkpointing on the way."""
     config, every = run.config, run.config.evaluation.every
-    train_step = run.compile_step()
     run_log.text("config", f"```\n{config_file.to_json(config)}```")
-    step = int(state.step)
-    meter = Meter(run, run_log, step)
-    batches = run.batches(step)
+    meter = Meter(run, run_log, progress.step)
+    batches = run.batches(progress.step)
     try:
         if progress.interrupted:
-            metrics = run.validate(state.params, step, progress, run_log, stop)
-            checkpoints.save(step, state, run.info(progress), metrics, overwrite=True)
-        while step < config.train.steps and not progress.stopped:
+            metrics = run.validate(state.params, progress, run_log, stop)
+            checkpoints.save(progress.step, state, run.info(progress), metrics, overwrite=True)
+        while progress.step < config.train.steps and not progress.stopped:
             with meter.waiting():
                 batch = next(batches)
             state = train_step(state, batch)
-            step += 1
+            progress.step = step = progress.step + 1
             meter.flush(checkpoints)
             done = step == config.train.steps
             if step % config.train.log_every == 0 or done:
@@ -90,7 +93,7 @@ def fit(
                 meter.flush(checkpoints)
                 meter.check_finite(state.metrics, step, checkpoints)
                 with meter.paused():
-                    metrics = run.validate(state.params, step, progress, run_log, stop) if validate else None
+                    metrics = run.validate(state.params, progress, run_log, stop) if validate else None
                     checkpoints.save(step, state, run.info(progress), metrics)
             if stop:
                 checkpoints.wait()

@@ -3,8 +3,8 @@
     python scripts/bench_train.py --data ../shared/data/s3rec-beauty/Beauty.txt
 
 SASRec of width 64, 2 blocks, 2 heads, N 50, next item, full-catalogue cut_bce, float32. Each row of the table is a
-process of its own, bound to one core unless --cores says otherwise; its peak memory is its own. A real token is an input
-position that is not padding. The host time is that of the same loop around a compiled function that does
+process of its own, bound to one core unless --cores says otherwise; its peak memory is its own. A real token is an
+input position that is not padding. The host time is that of the same loop around a compiled function that does
 nothing.
 """
 

@@ -158,9 +158,8 @@ def test_a_full_disk_while_checkpointing_keeps_the_last_good_checkpoint(tmp_path
     trainer.train(config, tmp_path / "run")
     config.train.steps = 24
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (4096, limit[1])
-    )  # bytes of a file: a write beyond fails like a full disk
+    # a write beyond so many bytes of a file fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
         with pytest.raises(CheckpointError, match="the checkpoint of step 6 is intact") as error:
             trainer.train(config, tmp_path / "run")
@@ -177,6 +176,9 @@ def test_a_step_that_cannot_fit_is_refused_before_training_with_the_numbers(tmp_
     with pytest.raises(memory.MemoryLimitError, match=r"needs .* MiB .*has 0.1 MiB; set config.head.name=cut_bce"):
         trainer.train(config, tmp_path / "run")
     assert not (tmp_path / "run/metrics.jsonl").exists()
+    config.head.name = "cut_bce"  # the remedy works in the same folder
+    monkeypatch.undo()
+    assert trainer.train(config, tmp_path / "run")["sasrec"]["ndcg@10"] > 0
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,11 @@ def test_a_workdir_of_another_config_is_refused(straight, change, sentence):
 
 def test_a_workdir_of_another_vocabulary_is_refused(tmp_path):
     def write(path, items):
-        path.write_text("".join(f"{u} {' '.join(map(str, items))}\n" for u in range(8)))
+        path.write_text("".join(f"{u} {' '.join(map(str, items))}\n" for u in range(40)))
 
     config = tiny_config(tmp_path / "cache")
     config.data.source, config.data.path = "lines", str(tmp_path / "events.txt")
-    config.split.kind, config.train.batch_size, config.train.steps = "leave_last", 1, 4
+    config.split.kind, config.train.batch_size, config.train.steps = "leave_last", 2, 4
     write(tmp_path / "events.txt", [1, 2, 3, 4, 5])
     trainer.train(config, tmp_path / "run")
     write(tmp_path / "events.txt", [1, 2, 3, 4, 6])

@@ -58,7 +58,7 @@ class Count:
             return int(self) == int(other)
         return NotImplemented
 
-    __hash__ = None  # equal to the integer it holds, which only the host knows
+    __hash__ = None  # type: ignore[assignment]  # equal to the integer it holds, which only the host knows
 
     def __repr__(self) -> str:
         traced = isinstance(self.low, jax.core.Tracer)
@@ -78,7 +78,7 @@ class Counts(NamedTuple):
         """Four zeros, with buffers of their own so that a donated state may hold them."""
         return cls(*(Count.of(0, bits) for _ in cls._fields))
 
-    def __add__(self, other: "Counts") -> "Counts":
+    def __add__(self, other: "Counts") -> "Counts":  # type: ignore[override]
         return add(self, other)
 
 

@@ -71,7 +71,7 @@ def kernel_call(plan: tiles.Plan, h_TD, table_VD, bias_V, weight_T):
 
 def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
     # bfloat16 operands are exact in one pass of the matrix unit; for float32 it is the user's choice.
-    precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS
+    precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS  # type: ignore[attr-defined]
     precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
     items, width = table_VD.shape
     return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False)

@@ -86,7 +86,7 @@ def _loss_and_counts(z_KT, s_KT, threshold):
         z_KT = jnp.pad(z_KT, [(0, pad), (0, 0)], constant_values=-jnp.inf)
         s_KT = jnp.pad(s_KT, [(0, pad), (0, 0)])
     r_KT = jnp.minimum(s_KT, 1 - s_KT)
-    states = (r_KT, 1 - r_KT, jnp.maximum(z_KT, 0))
+    states: tuple[jax.Array, ...] = (r_KT, 1 - r_KT, jnp.maximum(z_KT, 0))
     if threshold is not None:
         states += ((z_KT > threshold).astype(jnp.int32),)
     q_CT, product_CT, linear_CT, *above_CT = _merge_groups(_merge_groups(states))
