@@ -16,6 +16,6 @@ def get_config() -> Config:
     config.split.validation_length = 604_800
     config.split.gap = 1_800
     config.train.batch_size = 32
-    config.train.steps = 400
+    config.train.steps = 300
     config.evaluation.every = 100
     return config
