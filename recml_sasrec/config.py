@@ -85,6 +85,7 @@ class HeadConfig:
     )
     positive_weight: float = 1.0
     threshold: float = 0.0  # a logit above it counts as a predicted positive
+    ranks: bool = True  # log Hit@k and MRR of each position's best target; sampled_bce has none
     tile: int = 0  # cut_bce: items of a tile; 0: chosen for the device
     negatives: int = 1  # sampled_bce: uniform negatives a position
 

@@ -72,6 +72,7 @@ class Meter:
             "recall": confusion.recall(counts),
             "accuracy": confusion.accuracy(counts),
             "f1": confusion.f_beta(counts),
+            **metrics.ranks.metrics(),
             "grad_norm": float(metrics.grad_norm) / steps,
             "learning_rate": float(self.run.schedule(step - 1)),
             "tokens_per_s": int(metrics.tokens) / seconds,

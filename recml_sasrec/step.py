@@ -29,6 +29,7 @@ class Metrics(NamedTuple):
     grad_norm: jax.Array  # float32, sum of the steps' global gradient norms
     tokens: jax.Array  # int32, real (not padding) input positions
     counts: heads.Counts  # of (position, item) pairs
+    ranks: heads.RankSums  # of each position's best target
     bad_step: jax.Array  # int32, the first step whose loss or gradient was not finite, -1: none
 
     @classmethod
@@ -39,6 +40,7 @@ class Metrics(NamedTuple):
             grad_norm=jnp.zeros((), jnp.float32),
             tokens=jnp.zeros((), jnp.int32),
             counts=heads.Counts.zeros(),
+            ranks=heads.RankSums.zeros(),
             bad_step=jnp.full((), -1, jnp.int32),
         )
 
@@ -78,8 +80,8 @@ def head_loss(
     targets: ArrayLike,
     weights: ArrayLike,
     key: jax.Array,
-) -> tuple[jax.Array, heads.Counts]:
-    """The configured head's loss and counts."""
+) -> tuple[jax.Array, tuple[heads.Counts, heads.RankSums]]:
+    """The configured head's loss, and its counts and ranks; zeros where it has no ranks."""
     table = params["item_table"].astype(hidden.dtype)
     options: dict[str, Any] = {
         "positive_weight": config.positive_weight,
@@ -90,12 +92,16 @@ def head_loss(
         options |= {"tile": config.tile or None}
     if config.name == "sampled_bce":
         options |= {"negatives": config.negatives, "key": key}
-    functions: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
+    elif config.ranks:
+        options |= {"with_ranks": True}
+    functions: dict[str, Callable[..., tuple[Any, ...]]] = {
         "cut_bce": heads.cut_bce,
         "dense_bce": heads.dense_bce,
         "sampled_bce": heads.sampled_bce,
     }
-    return functions[config.name](hidden, table, targets, params.get("item_bias"), weights, **options)
+    head = functions[config.name]
+    loss, counts, *ranks = head(hidden, table, targets, params.get("item_bias"), weights, **options)
+    return loss, (counts, heads.RankSums.of(ranks[0]) if ranks else heads.RankSums.zeros())
 
 
 def make_train_step(
@@ -108,8 +114,8 @@ def make_train_step(
         dropout_key, head_key = jax.random.split(key)
         model = nnx.merge(graphdef, params)
         hidden = model(batch.items, batch.positions, batch.segment_ids, dropout_key)
-        loss, counts = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key)
-        return loss * share, counts
+        loss, stats = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key)
+        return loss * share, stats
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
@@ -117,9 +123,9 @@ def make_train_step(
         # the key depends on nothing but seed and step, so a resumed run draws what the uninterrupted one would have
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         if parts == 1:
-            (loss, counts), grads = gradient(state.params, batch, key, 1.0)
+            (loss, (counts, ranks)), grads = gradient(state.params, batch, key, 1.0)
         else:
-            (loss, counts), grads = accumulate(gradient, state.params, batch, key, parts)
+            (loss, (counts, ranks)), grads = accumulate(gradient, state.params, batch, key, parts)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -130,6 +136,7 @@ def make_train_step(
             grad_norm=state.metrics.grad_norm + grad_norm,
             tokens=state.metrics.tokens + jnp.sum(batch.segment_ids > 0, dtype=jnp.int32),
             counts=state.metrics.counts + counts,
+            ranks=state.metrics.ranks + ranks,
             bad_step=jnp.where((state.metrics.bad_step < 0) & ~finite, step, state.metrics.bad_step),
         )
         return TrainState(step, optax.apply_updates(state.params, updates), opt_state, metrics)
@@ -138,7 +145,7 @@ def make_train_step(
 
 
 def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, parts: int):
-    """Loss, counts and gradients summed over ``parts`` micro-batches of consecutive rows.
+    """Loss, counts with ranks, and gradients summed over ``parts`` micro-batches of consecutive rows.
 
     Each counts with its share of the batch's weight, so the result equals a single pass over it but for rounding.
     """
@@ -148,12 +155,14 @@ def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, parts: in
     def body(carry, xs):
         micro_batch, micro_key = xs
         share = jnp.sum(micro_batch.weights) / jnp.where(total_weight > 0, total_weight, 1)
-        (loss, counts), grads = gradient(params, micro_batch, micro_key, share)
-        return (carry[0] + loss, carry[1] + counts, jax.tree.map(jnp.add, carry[2], grads)), None
+        (loss, (counts, ranks)), grads = gradient(params, micro_batch, micro_key, share)
+        stats = (carry[1][0] + counts, carry[1][1] + ranks)
+        return (carry[0] + loss, stats, jax.tree.map(jnp.add, carry[2], grads)), None
 
-    zeros = (jnp.zeros(()), heads.Counts.zeros(), jax.tree.map(jnp.zeros_like, params))
-    (loss, counts, grads), _ = jax.lax.scan(body, zeros, (micro_batches, jax.random.split(key, parts)))
-    return (loss, counts), grads
+    stats = (heads.Counts.zeros(), heads.RankSums.zeros())
+    zeros = (jnp.zeros(()), stats, jax.tree.map(jnp.zeros_like, params))
+    (loss, stats, grads), _ = jax.lax.scan(body, zeros, (micro_batches, jax.random.split(key, parts)))
+    return (loss, stats), grads
 
 
 def make_encoder(graphdef: nnx.GraphDef) -> Callable[[Params, QueryBatch], jax.Array]:

@@ -67,19 +67,25 @@ def test_dense_and_cut_heads_train_alike():
     np.testing.assert_allclose(float(dense.metrics.loss), float(cut.metrics.loss), rtol=1e-5)
     assert_same(dense.params, cut.params, 1e-4)
     assert [int(c) for c in dense.metrics.counts] == [int(c) for c in cut.metrics.counts]
+    assert dense.metrics.ranks.metrics() == pytest.approx(cut.metrics.ranks.metrics(), rel=1e-3)  # near ties
+
+
+def logits_and_labels(config, batch):
+    """Float64 [B, N, V] of the freshly initialised model."""
+    model = make_model(config, V, 2.0)[1]()
+    hidden = np.asarray(model(*batch[:3]), np.float64)
+    logits = hidden @ np.asarray(model.item_table[...], np.float64).T + np.asarray(model.item_bias[...], np.float64)
+    labels = np.zeros_like(logits)
+    for b, n, slot in zip(*np.nonzero(batch.targets >= 0), strict=True):
+        labels[b, n, batch.targets[b, n, slot]] = 1
+    return logits, labels
 
 
 def test_the_loss_is_the_published_mean_over_tokens_and_the_counts_cover_every_pair():
     config = make_config()
     config.optimizer.learning_rate = 1e-12
     state, batch = run(config), make_batch(0)
-    _, init = make_model(config, V, 2.0)
-    model = init()
-    hidden = np.asarray(model(*batch[:3]), np.float64)
-    logits = hidden @ np.asarray(model.item_table[...], np.float64).T + np.asarray(model.item_bias[...], np.float64)
-    labels = np.zeros_like(logits)
-    for b, n, slot in zip(*np.nonzero(batch.targets >= 0), strict=True):
-        labels[b, n, batch.targets[b, n, slot]] = 1
+    logits, labels = logits_and_labels(config, batch)
     losses = (np.logaddexp(0, logits) - labels * logits).sum(-1)
     expected = (losses * batch.weights).sum() / batch.weights.sum()
     np.testing.assert_allclose(float(state.metrics.loss), expected, rtol=1e-6)
@@ -87,6 +93,26 @@ def test_the_loss_is_the_published_mean_over_tokens_and_the_counts_cover_every_p
     assert int(state.metrics.counts.tp) == ((logits > 0) & (labels == 1))[kept].sum()
     assert sum(int(c) for c in state.metrics.counts) == kept.sum() * V
     assert int(state.metrics.tokens) == (batch.segment_ids > 0).sum()
+
+
+@pytest.mark.parametrize("name", ["cut_bce", "dense_bce"])
+def test_hits_and_reciprocal_ranks_are_those_of_each_position_s_best_target(name):
+    config, batch = make_config(name=name), make_batch(0)
+    logits, labels = logits_and_labels(config, batch)
+    best = np.where(labels > 0, logits, -np.inf).max(-1, keepdims=True)
+    ranks = 1 + (logits > best).sum(-1)[batch.weights > 0]
+    config.train.accumulate = 2
+    metrics = run(config).metrics.ranks.metrics()
+    assert set(metrics) == {"hit@1", "hit@10", "hit@100", "mrr"}
+    for k in (1, 10, 100):
+        assert metrics[f"hit@{k}"] == (ranks <= k).mean()
+    assert 0 < metrics["hit@1"] < metrics["hit@10"] < 1
+    np.testing.assert_allclose(metrics["mrr"], (1 / ranks).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("head", [{"ranks": False}, {"name": "sampled_bce"}])
+def test_a_head_without_ranks_logs_none(head):
+    assert run(make_config(**head)).metrics.ranks.metrics() == {}
 
 
 def test_the_mean_reduction_also_divides_by_the_catalogue():

@@ -109,17 +109,20 @@ def total(values_T: jax.Array, bits: int = BITS) -> Count:
 
 
 def from_tokens(stats: tuple[jax.Array, ...], weight_T: jax.Array, items: int | jax.Array) -> Counts:
-    """Counts over the tokens of positive weight.
+    """Counts over the tokens of positive weight; arguments as for ``by_token``."""
+    return Counts(*(total(jnp.where(weight_T > 0, column_T, 0)) for column_T in by_token(stats, items)))
+
+
+def by_token(stats: tuple[jax.Array, ...], items: int | jax.Array) -> tuple[jax.Array, ...]:
+    """int32 [T]: true and false positives, false and true negatives of each token.
 
     ``stats`` are int32 [T]: a token's positives above the threshold, its items above it, its positives; ``items`` are
     those scored, one number or [T]. Positives are scored by another dot product than the sweep's, so a logit on the
     threshold may fall on either side: false positives are held at 0 or more, and the four still sum to ``items``.
     """
     true_T, above_T, positives_T = stats
-    active_T = weight_T > 0
     false_T = jnp.maximum(above_T - true_T, 0)
-    columns = (true_T, false_T, positives_T - true_T, items - positives_T - false_T)
-    return Counts(*(total(jnp.where(active_T, column, 0)) for column in columns))
+    return true_T, false_T, positives_T - true_T, items - positives_T - false_T
 
 
 def accuracy(counts: Counts) -> float:

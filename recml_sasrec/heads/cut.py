@@ -12,20 +12,22 @@ the cotangent is a scalar the forward rule runs that sweep and the backward rule
 Implementations (``cut_xla``, ``cut_tpu``) only do the dense background; targets, reductions, temperature and
 dtypes of the cotangents are this module's. An implementation is a module with these functions:
 
-    sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile)
-        -> (loss_T, above_T, dh_TD, dtable_VD, dbias_V)
-    forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile)
-        -> (loss_T, above_T)
+    sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile, with_loss=True)
+        -> (loss_T, above_T, dh_TD, dtable_VD, dbias_V), and better_T if there is a reference
+    forward_sweep(h_TD, table_VD, bias_V, reference_T=None, *, threshold, tile, with_loss=True)
+        -> (loss_T, above_T), and better_T if there is a reference
     supports(h_TD, table_VD) -> bool        (cut_tpu only; may look at shapes and dtypes, not at values)
 
     h_TD       [T, D]  bfloat16, float16 or float32; already divided by the temperature
     table_VD   [V, D]  of h_TD's dtype
     bias_V     [V]     float32, or None
     weight_T   [T]     float32: any sign, 0 for masked tokens. For reduction="none" it is weight times cotangent.
+    reference_T [T]    float32, or None: no ranks wanted
     threshold  float, or None: no counts wanted
     tile       int, or None: chosen by the implementation
-    loss_T     [T]     float32: sum_v softplus(z_tv), **not** weighted
+    loss_T     [T]     float32: sum_v softplus(z_tv), **not** weighted; None without with_loss
     above_T    [T]     int32: number of v with z_tv > threshold; None if threshold is None
+    better_T   [T]     int32: number of v with z_tv > reference_t
     dh_TD      [T, D]  float32: w_t sum_v sigmoid(z_tv) E_v
     dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t
     dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
@@ -39,27 +41,28 @@ even where the weight is 0. The functions are traced under jit, vmap (of everyth
 import functools
 import importlib
 import importlib.util
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
-from recml_sasrec.heads import cut_xla
-from recml_sasrec.heads.counts import Counts
+from recml_sasrec.heads import cut_xla, ranks
 
 Reduction = Literal["token_mean", "mean", "sum", "none"]
 Implementation = Literal["auto", "xla", "pallas_tpu"]
 _TPU_MODULE = "recml_sasrec.heads.cut_tpu"
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What is fixed at trace time; hashable, as custom_vjp's static arguments have to be."""
 
     positive_weight: float
     threshold: float | None
     tile: int | None
     implementation: str
+    loss: bool
+    ranks: bool
 
 
 def cut_bce(
@@ -74,9 +77,11 @@ def cut_bce(
     reduction: Reduction = "token_mean",
     threshold: float = 0.0,
     with_counts: bool = True,
+    with_ranks: bool = False,
+    with_loss: bool = True,
     tile: int | None = None,
     implementation: Implementation = "auto",
-) -> tuple[jax.Array, Counts | None]:
+) -> tuple[Any, ...]:
     """Multi-label BCE of every token against the whole catalogue, in one sweep (CutBCE, arXiv 2610.05559).
 
     Args:
@@ -91,11 +96,16 @@ def cut_bce(
         by V (RecML, Keras); "sum", weighted sum; "none", weighted per-token losses, whose backward recomputes logits.
       threshold: a logit above it is a predicted positive.
       with_counts: False spares the comparison; counts is then None.
+      with_ranks: True adds a third result, for one more comparison a logit; see ``ranks.py``.
+      with_loss: False spares the logarithms of a step that only needs gradients. The loss is then 0; its derivatives
+        are those of the loss, but for that by ``weights``, which is 0 as well.
       tile: items of a tile; None: chosen for the device. The result does not depend on it, up to rounding.
       implementation: "auto" takes the Pallas kernel where the program is lowered for a TPU, XLA elsewhere.
 
     Returns:
-      (loss, counts): float32 scalar, or [...] for "none"; counts over the tokens of positive weight.
+      (loss, counts): float32 scalar, or [...] for "none"; counts over the tokens of positive weight. With ranks
+      (loss, counts, ranks): int32 [...], 1 + the number of items that score above the token's best target, ties and
+      what rounding can't tell from a tie not counted; 0 for tokens without targets or positive weight.
 
     Raises:
       ValueError: shapes that do not fit each other, an unknown reduction or implementation.
@@ -107,15 +117,17 @@ def cut_bce(
     if tile is not None and tile < 1:
         raise ValueError(f"tile must be at least 1 item, got {tile}; None lets it be chosen")
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
-    options = _Options(float(positive_weight), float(threshold) if with_counts else None, tile, implementation)
-    op = _token_losses if reduction == "none" else _weighted_sum
+    limit = float(threshold) if with_counts else None
+    options = Options(float(positive_weight), limit, tile, implementation, with_loss, with_ranks)
+    op = token_losses if reduction == "none" else weighted_sum
     scale = normaliser(weight_T, reduction, table.shape[0])
     # Within the weights the scale costs nothing; after the sweep it is a pass over the table's gradient. But half
     # precision keeps weights of 0 and 1 exact only if they stay so.
     before, after = (scale, 1.0) if h_TD.dtype == jnp.float32 else (1.0, scale)
-    loss, stats = op(h_TD, table, bias, targets_TL, weight_T * before, options)
+    loss, stats, rank_T = op(h_TD, table, bias, targets_TL, weight_T * before, options)
     loss = (loss * after).reshape(shape if reduction == "none" else ())
-    return loss, counting.from_tokens(stats, weight_T, table.shape[0]) if with_counts else None
+    counts = counting.from_tokens(stats, weight_T, table.shape[0]) if with_counts else None
+    return (loss, counts, rank_T.reshape(shape)) if with_ranks else (loss, counts)
 
 
 def as_arrays(*arrays):
@@ -212,26 +224,46 @@ def _stats(sparse: _Sparse, above_T, threshold):
     return true_T, above_T, sparse.mask_TL.sum(1, dtype=jnp.int32)
 
 
-def _forward(h_TD, table_VD, bias_V, targets_TL, options: _Options):
-    """(loss_T, stats) by the forward-only sweep."""
-    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
-    sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
-    loss_T, above_T = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V)
-    return loss_T + sparse.loss_T, _stats(sparse, above_T, options.threshold)
+def _reference(sparse: _Sparse, h_TD, bias_V, options: Options):
+    if not options.ranks:
+        return None
+    bias_TL = None if bias_V is None else bias_V.at[sparse.ids_TL].get(mode="fill", fill_value=0)
+    return ranks.reference(h_TD, sparse.rows_TLD, bias_TL, sparse.mask_TL)
 
 
-def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: _Options):
-    """(loss_T, stats, (dh, dtable, dbias)): the gradients, float32, are those of sum_t w_t loss_t."""
+def _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
+    """(loss_T, stats, rank_T) by the forward-only sweep, or none at all if it has nothing to give."""
     h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
-    loss_T, above_T, dh_TD, dtable_VD, dbias_V = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T)
+    reference_T = _reference(sparse, h_TD, bias_V, options)
+    loss_T = above_T = None
+    better = ()
+    if options.loss or options.threshold is not None or options.ranks:
+        loss_T, above_T, *better = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V, None, reference_T)
+    return _outputs(sparse, loss_T, above_T, better, weight_T, options)
+
+
+def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
+    """(loss_T, stats, rank_T), (dh, dtable, dbias): the gradients, float32, are those of sum_t w_t loss_t."""
+    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+    sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
+    reference_T = _reference(sparse, h_TD, bias_V, options)
+    results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T)
+    loss_T, above_T, dh_TD, dtable_VD, dbias_V, *better = results
     slope_TL = sparse.slope_TL * weight_T[:, None]
     dh_TD += jnp.einsum("tl,tld->td", slope_TL, sparse.rows_TLD, preferred_element_type=jnp.float32)
     updates_TLD = slope_TL[..., None] * h_TD[:, None].astype(jnp.float32)
     dtable_VD = dtable_VD.at[sparse.ids_TL].add(updates_TLD, mode="drop")
     if bias_V is not None:
         dbias_V = dbias_V.at[sparse.ids_TL].add(slope_TL, mode="drop")
-    return loss_T + sparse.loss_T, _stats(sparse, above_T, options.threshold), (dh_TD, dtable_VD, dbias_V)
+    return _outputs(sparse, loss_T, above_T, better, weight_T, options), (dh_TD, dtable_VD, dbias_V)
+
+
+def _outputs(sparse: _Sparse, loss_T, above_T, better, weight_T, options: Options):
+    """(loss_T, stats, rank_T) of a sweep with its positives: loss 0, stats None or ranks None if not asked for."""
+    loss_T = loss_T + sparse.loss_T if options.loss else jnp.zeros_like(sparse.loss_T)
+    rank_T = ranks.from_better(better[0], sparse.mask_TL, weight_T) if options.ranks else None
+    return loss_T, _stats(sparse, above_T, options.threshold), rank_T
 
 
 def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
@@ -241,16 +273,17 @@ def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _weighted_sum(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
-    loss_T, stats = _forward(h_TD, table_VD, bias_V, targets_TL, options)
-    return _dot_weights(weight_T, loss_T), stats
+def weighted_sum(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    """(sum_t w_t loss_t, stats, rank_T) of flat arguments; see ``_stats`` and ``Options``."""
+    loss_T, stats, rank_T = _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
+    return _dot_weights(weight_T, loss_T), stats, rank_T
 
 
 def _weighted_sum_fwd(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
-    loss_T, stats, gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
+    (loss_T, *others), gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
     # Zero-row stand-ins carry the primals' dtypes: keeping the primals themselves would pin them until the backward.
     dtypes = [None if x is None else x[:0] for x in (h_TD, table_VD, bias_V)]
-    return (_dot_weights(weight_T, loss_T), stats), (gradients, loss_T, weight_T, dtypes)
+    return (_dot_weights(weight_T, loss_T), *others), (gradients, loss_T, weight_T, dtypes)
 
 
 def _weighted_sum_bwd(options, residuals, cotangents):
@@ -259,30 +292,31 @@ def _weighted_sum_bwd(options, residuals, cotangents):
     return dh, dtable, dbias, None, jnp.where(weight_T != 0, loss_T, 0) * cotangents[0]
 
 
-_weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
+weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _token_losses(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
-    loss_T, stats = _forward(h_TD, table_VD, bias_V, targets_TL, options)
-    return jnp.where(weight_T != 0, weight_T * loss_T, 0), stats
+def token_losses(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
+    """(w_t loss_t [T], stats, rank_T) of flat arguments; the backward recomputes the logits."""
+    loss_T, stats, rank_T = _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
+    return jnp.where(weight_T != 0, weight_T * loss_T, 0), stats, rank_T
 
 
 def _token_losses_fwd(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
     primals = (h_TD, table_VD, bias_V, targets_TL, weight_T)
-    return _token_losses(*primals, options), primals
+    return token_losses(*primals, options), primals
 
 
 def _token_losses_bwd(options, primals, cotangents):
     h_TD, table_VD, bias_V, targets_TL, weight_T = primals
     scaled_T = weight_T * cotangents[0]
-    options = options._replace(threshold=None)
-    loss_T, _, gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, scaled_T, options)
+    options = options._replace(threshold=None, ranks=False)
+    (loss_T, *_), gradients = _single_sweep(h_TD, table_VD, bias_V, targets_TL, scaled_T, options)
     dh, dtable, dbias = _cotangents(gradients, 1.0, h_TD, table_VD, bias_V)
     return dh, dtable, dbias, None, jnp.where(weight_T != 0, loss_T, 0) * cotangents[0]
 
 
-_token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
 def _dot_weights(weight_T, loss_T):
@@ -290,21 +324,23 @@ def _dot_weights(weight_T, loss_T):
     return jnp.where(weight_T != 0, weight_T * loss_T, 0).sum()
 
 
-def _dispatch(name: str, options: _Options, h_TD, table_VD, bias_V, *weight_T):
+def _dispatch(name: str, options: Options, h_TD, table_VD, bias_V, weight_T, reference_T):
     """Runs ``sweep`` or ``forward_sweep`` of the implementation for the platform being lowered for."""
-    arguments = {"threshold": options.threshold, "tile": options.tile}
-    xla = functools.partial(getattr(cut_xla, name), **arguments)
+    keywords = {"threshold": options.threshold, "tile": options.tile, "with_loss": options.loss}
+    weights = () if weight_T is None else (weight_T,)
+    arguments = (h_TD, table_VD, bias_V, *weights, reference_T)
+    xla = functools.partial(getattr(cut_xla, name), **keywords)
     if options.implementation == "xla":
-        return xla(h_TD, table_VD, bias_V, *weight_T)
+        return xla(*arguments)
     tpu_module = importlib.import_module(_TPU_MODULE) if importlib.util.find_spec(_TPU_MODULE) else None
     supported = tpu_module is not None and tpu_module.supports(h_TD, table_VD)
     if options.implementation == "pallas_tpu" and not supported:
         shapes = f"hidden {h_TD.dtype}{list(h_TD.shape)} and table {list(table_VD.shape)}"
         raise ValueError(f"the Pallas TPU kernel does not support {shapes}; implementation='xla' does")
     if not supported:
-        return xla(h_TD, table_VD, bias_V, *weight_T)
-    tpu = functools.partial(getattr(tpu_module, name), **arguments)
+        return xla(*arguments)
+    tpu = functools.partial(getattr(tpu_module, name), **keywords)
     if options.implementation == "pallas_tpu":
-        return tpu(h_TD, table_VD, bias_V, *weight_T)
+        return tpu(*arguments)
     # jax.devices() would mislead a compilation for another platform than the host's.
-    return jax.lax.platform_dependent(h_TD, table_VD, bias_V, *weight_T, tpu=tpu, default=xla)
+    return jax.lax.platform_dependent(*arguments, tpu=tpu, default=xla)

@@ -22,7 +22,7 @@ def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
     if h_TD.dtype != table_VD.dtype or h_TD.dtype not in (jnp.float32, jnp.bfloat16) or not h_TD.size:
         return False
     try:
-        plan_for(h_TD, table_VD)
+        plan_for(h_TD, table_VD, ranks=True)
     except ValueError:
         return False
     return True
@@ -39,18 +39,16 @@ def sweep(
     table_VD,
     bias_V,
     weight_T,
+    reference_T: jax.Array | None = None,
     *,
     threshold,
     tile,
     with_loss: bool = True,
-    reference_T: jax.Array | None = None,
     plan: tiles.Plan | None = None,
 ):
     """Loss, counts and gradients of the background from one pass over the logits; see ``cut.py``.
 
-    ``with_loss=False`` leaves out the loss (None) and what it costs. ``plan`` overrides the choice of ``tiles``.
-    With float32 ``reference_T`` a sixth result, int32 [T], counts the items whose logit is above it: the rank of a
-    target with that logit. The matrix unit rounds in an order of its own, so ask for a little more than that logit.
+    ``plan`` overrides the choice of ``tiles``.
     """
     plan = plan or plan_for(h_TD, table_VD, tile=tile, ranks=reference_T is not None)
     spec = _spec(plan, table_VD, threshold, with_loss, True, bias_V)._replace(reference=reference_T is not None)
@@ -58,10 +56,22 @@ def sweep(
     return results if spec.reference else results[:5]
 
 
-def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile, plan: tiles.Plan | None = None):
+def forward_sweep(
+    h_TD,
+    table_VD,
+    bias_V,
+    reference_T: jax.Array | None = None,
+    *,
+    threshold,
+    tile,
+    with_loss: bool = True,
+    plan: tiles.Plan | None = None,
+):
     """Loss and counts of the background; see ``cut.py``."""
-    plan = plan or plan_for(h_TD, table_VD, tile=tile, gradients=False)
-    return _run(_spec(plan, table_VD, threshold, True, False, bias_V), h_TD, table_VD, bias_V, None)[:2]
+    plan = plan or plan_for(h_TD, table_VD, tile=tile, gradients=False, ranks=reference_T is not None)
+    spec = _spec(plan, table_VD, threshold, with_loss, False, bias_V)._replace(reference=reference_T is not None)
+    loss_T, above_T, _, _, _, better_T = _run(spec, h_TD, table_VD, bias_V, None, reference_T)
+    return (loss_T, above_T, better_T) if spec.reference else (loss_T, above_T)
 
 
 def kernel_call(plan: tiles.Plan, h_TD, table_VD, bias_V, weight_T):
@@ -129,10 +139,13 @@ def _traced(*arrays, spec, batches):
         return lax.map(one, [x for x, m in zip(arrays, mapped, strict=True) if m])
     h_TD, table_VD, *rest = arrays
     bias_V = rest.pop(0) if spec.bias else None
+    weight_T = rest.pop(0) if spec.gradients else None
+    reference_T = rest.pop(0) if spec.reference else None
     if spec.gradients:
-        results = _sweep(spec, h_TD, table_VD, bias_V, rest[0], rest[1] if spec.reference else None)
+        results = _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T)
     else:
-        outs = lax.map(lambda h_CD: _call(spec, table_VD, bias_V, (h_CD, None, None))[0], _blocks(h_TD, spec.plan))
+        blocks = jax.tree.map(lambda x: _blocks(x, spec.plan), (h_TD, None, reference_T))
+        outs = lax.map(lambda block: _call(spec, table_VD, bias_V, block)[0], blocks)
         results = _unblock(outs, h_TD.shape[0])
     return [x for x in results if x is not None]
 
@@ -196,9 +209,9 @@ def _call(spec, table_VD, bias_V, block, dtable_VD=None):
     out = dict(zip(outputs, results, strict=True))
     loss_C = out["loss"].sum(0) if spec.loss else None
     above_C = None if spec.threshold is None else out["above"].sum(0)
-    if not spec.gradients:
-        return (loss_C, above_C, None, None), None, None
     better_C = out["better"].sum(0) if spec.reference else None
+    if not spec.gradients:
+        return (loss_C, above_C, None, better_C), None, None
     dh_CD = out["dh_t"].T[:, : spec.width] * block[1][:, None]
     dtable = out["dtable"]
     if spec.accumulate and spec.ragged:

@@ -17,45 +17,42 @@ _GROUP = 8  # logits reduced by one unrolled inner loop: from 16 on, XLA's CPU b
 _CHUNK = _GROUP * _GROUP  # logits that share a logarithm; 2**-64 is still a normal float32
 
 
-def sweep(h_TD, table_VD, bias_V, weight_T, *, threshold, tile):
+def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile, with_loss=True):
     """Loss, counts and gradients of the background from one pass over the logits."""
     tokens, items = h_TD.shape[0], table_VD.shape[0]
     tile = min(tile or default_tile(tokens), items)
     weighted_TD = (weight_T[:, None] * h_TD).astype(h_TD.dtype)
-    h_DT = h_TD.T
+    h_DT, limits = h_TD.T, _limits(threshold, reference_T)
 
     def step(carry, start, size):
-        loss_T, above_T, dh_DT = carry
+        sums, dh_DT = carry
         rows_KD, z_KT = _logits(h_DT, table_VD, bias_V, start, size)
         # The barrier makes the sigmoids an array that is computed once, not once for each of its readers.
         s_KT = jax.lax.optimization_barrier(jax.lax.logistic(z_KT))
-        tile_loss_T, tile_above_T = _loss_and_counts(z_KT, s_KT, threshold)
+        sums = jax.tree.map(jnp.add, sums, _loss_and_counts(z_KT, s_KT, with_loss, limits))
         dbias_K = None if bias_V is None else s_KT @ weight_T
         s_KT = s_KT.astype(h_DT.dtype)
         dtable_KD = jnp.matmul(s_KT, weighted_TD, preferred_element_type=jnp.float32)
         dh_DT = dh_DT + jnp.einsum("kd,kt->dt", rows_KD, s_KT, preferred_element_type=jnp.float32)
-        above_T = None if threshold is None else above_T + tile_above_T
-        return (loss_T + tile_loss_T, above_T, dh_DT), (dtable_KD, dbias_K)
+        return (sums, dh_DT), (dtable_KD, dbias_K)
 
-    carry = (*_zeros(tokens, threshold), jnp.zeros(h_DT.shape, jnp.float32))
-    (loss_T, above_T, dh_DT), (dtable_VD, dbias_V) = _over_tiles(step, carry, items, tile)
-    return loss_T, above_T, dh_DT.T * weight_T[:, None], dtable_VD, dbias_V
+    carry = (_zeros(tokens, with_loss, limits), jnp.zeros(h_DT.shape, jnp.float32))
+    ((loss_T, above_T, *better), dh_DT), (dtable_VD, dbias_V) = _over_tiles(step, carry, items, tile)
+    return loss_T, above_T, dh_DT.T * weight_T[:, None], dtable_VD, dbias_V, *better
 
 
-def forward_sweep(h_TD, table_VD, bias_V, *, threshold, tile):
+def forward_sweep(h_TD, table_VD, bias_V, reference_T=None, *, threshold, tile, with_loss=True):
     """Loss and counts of the background."""
     tokens, items = h_TD.shape[0], table_VD.shape[0]
     tile = min(tile or default_tile(tokens), items)
-    h_DT = h_TD.T
+    h_DT, limits = h_TD.T, _limits(threshold, reference_T)
 
     def step(carry, start, size):
-        loss_T, above_T = carry
         _, z_KT = _logits(h_DT, table_VD, bias_V, start, size)
-        s_KT = jax.lax.logistic(z_KT)
-        tile_loss_T, tile_above_T = _loss_and_counts(z_KT, s_KT, threshold)
-        return (loss_T + tile_loss_T, None if threshold is None else above_T + tile_above_T), None
+        sums = _loss_and_counts(z_KT, jax.lax.logistic(z_KT), with_loss, limits)
+        return jax.tree.map(jnp.add, carry, sums), None
 
-    return _over_tiles(step, _zeros(tokens, threshold), items, tile)[0]
+    return _over_tiles(step, _zeros(tokens, with_loss, limits), items, tile)[0]
 
 
 def default_tile(tokens: int) -> int:
@@ -63,9 +60,15 @@ def default_tile(tokens: int) -> int:
     return min(max(2**20 // max(tokens, 1) // _CHUNK, 1) * _CHUNK, 4096)
 
 
-def _zeros(tokens, threshold):
+def _limits(threshold, reference_T) -> tuple:
+    """What logits are compared with: always a threshold or None, then the reference if there is one."""
+    return (threshold,) if reference_T is None else (threshold, reference_T)
+
+
+def _zeros(tokens, with_loss, limits):
     zeros_T = jnp.zeros(tokens, jnp.float32)
-    return zeros_T, None if threshold is None else zeros_T.astype(jnp.int32)
+    counts = (None if limit is None else zeros_T.astype(jnp.int32) for limit in limits)
+    return zeros_T if with_loss else None, *counts
 
 
 def _logits(h_DT, table_VD, bias_V, start, size):
@@ -74,25 +77,27 @@ def _logits(h_DT, table_VD, bias_V, start, size):
     return rows_KD, z_KT if bias_V is None else z_KT + jax.lax.dynamic_slice_in_dim(bias_V, start, size)[:, None]
 
 
-def _loss_and_counts(z_KT, s_KT, threshold):
-    """(sum_k softplus(z), #(z > threshold)) [T] of a tile, from its logits and their sigmoids.
+def _loss_and_counts(z_KT, s_KT, with_loss, limits):
+    """(sum_k softplus(z), #(z > limit) of each limit) [T] of a tile, from its logits and their sigmoids, or None.
 
     softplus(z) = max(z, 0) - log(1 - r) with r = sigmoid(-|z|). The product of the 1 - r of 64 logits takes one
     logarithm. Background logits lie near -12, where 1 - r has lost r's digits, so q = 1 - product is kept beside it by
     q <- q + r * product, a sum of non-negative terms, and -log1p(-q) used where q is small.
     """
+    if not with_loss:
+        return None, *(None if limit is None else (z_KT > limit).sum(0, dtype=jnp.int32) for limit in limits)
     pad = -z_KT.shape[0] % _CHUNK
     if pad:  # only in a ragged last tile; exp(-inf) = 0 adds nothing
         z_KT = jnp.pad(z_KT, [(0, pad), (0, 0)], constant_values=-jnp.inf)
         s_KT = jnp.pad(s_KT, [(0, pad), (0, 0)])
     r_KT = jnp.minimum(s_KT, 1 - s_KT)
     states: tuple[jax.Array, ...] = (r_KT, 1 - r_KT, jnp.maximum(z_KT, 0))
-    if threshold is not None:
-        states += ((z_KT > threshold).astype(jnp.int32),)
-    q_CT, product_CT, linear_CT, *above_CT = _merge_groups(_merge_groups(states))
+    states += tuple((z_KT > limit).astype(jnp.int32) for limit in limits if limit is not None)
+    q_CT, product_CT, linear_CT, *above = _merge_groups(_merge_groups(states))
     log_CT = jnp.where(q_CT < 0.5, jnp.log1p(-q_CT), jnp.log(product_CT))
     loss_CT = jax.lax.optimization_barrier(linear_CT - log_CT)
-    return loss_CT.sum(0), above_CT[0].sum(0) if above_CT else None
+    counts = iter(above)
+    return loss_CT.sum(0), *(None if limit is None else next(counts).sum(0) for limit in limits)
 
 
 def _merge_groups(states):

@@ -1,10 +1,12 @@
 """Multi-label BCE with materialised logits and labels: the honest baseline, and the head to check the others by."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
-from recml_sasrec.heads.counts import Counts
+from recml_sasrec.heads import ranks
 from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
 
 
@@ -20,7 +22,8 @@ def dense_bce(
     reduction: Reduction = "token_mean",
     threshold: float = 0.0,
     with_counts: bool = True,
-) -> tuple[jax.Array, Counts | None]:
+    with_ranks: bool = False,
+) -> tuple[Any, ...]:
     """The numbers of :func:`recml_sasrec.heads.cut_bce`, from logits and multi-hot labels of [T, V] in memory.
 
     Arguments, results and errors are those of ``cut_bce``; derivatives are JAX's own. Per logit, with y in {0, 1}:
@@ -45,11 +48,17 @@ def dense_bce(
         )
     loss_T = jnp.where(weight_T != 0, weight_T * losses_TV.sum(1), 0)
     loss = loss_T.reshape(shape) if reduction == "none" else loss_T.sum() * normaliser(weight_T, reduction, items)
-    if not with_counts:
-        return loss, None
-    above_TV, positive_TV = logits_TV > threshold, labels_TV > 0
-    true_T, above_T, positives_T = (x.sum(1, dtype=jnp.int32) for x in (above_TV & positive_TV, above_TV, positive_TV))
-    return loss, counting.from_tokens((true_T, above_T, positives_T), weight_T, items)
+    counts, positive_TV = None, labels_TV > 0
+    if with_counts:
+        above_TV = logits_TV > threshold
+        columns = (above_TV & positive_TV, above_TV, positive_TV)
+        true_T, above_T, positives_T = (x.sum(1, dtype=jnp.int32) for x in columns)
+        counts = counting.from_tokens((true_T, above_T, positives_T), weight_T, items)
+    if not with_ranks:
+        return loss, counts
+    best_T1 = jnp.where(positive_TV, logits_TV, -jnp.inf).max(1, keepdims=True)
+    better_T = (logits_TV > best_T1).sum(1, dtype=jnp.int32)
+    return loss, counts, ranks.from_better(better_T, positive_TV, weight_T).reshape(shape)
 
 
 def multi_hot(targets_TL: jax.Array, items: int) -> jax.Array:

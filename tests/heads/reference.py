@@ -35,8 +35,15 @@ def reference(h, table, targets, bias, weights, positive_weight=1.0, temperature
         "bias": slope.sum(0),
         "weights": losses * (weights != 0),  # a masked token stays masked
         "counts": tuple(int(c) for c in counts),
+        "ranks": ranks(z, y, weights),
         "margin": np.abs(z - threshold).min(),
     }
+
+
+def ranks(z, labels, weights):
+    """1 + the items above a token's best target; 0 for tokens without targets or positive weight."""
+    best = np.where(labels > 0, z, -np.inf).max(1, keepdims=True)
+    return np.where((labels > 0).any(1) & (weights > 0), 1 + (z > best).sum(1), 0)
 
 
 def problem(seed, tokens=7, items=37, width=8, slots=4, scale=1.0, masked=0.3, bias=True):

@@ -291,3 +291,60 @@ def test_what_does_not_fit_is_named(change, words):
     arguments = dict(zip(("hidden", "table", "targets", "bias", "weights"), problem(19), strict=True))
     with pytest.raises(ValueError, match=words):
         cut_bce(**(arguments | change))
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("reduction", ["token_mean", "none"])
+def test_ranks_are_those_of_the_best_target(name, reduction):
+    arguments = problem(11, tokens=60, items=700, width=24)
+    wanted = reference(*arguments)["ranks"]
+    assert len(set(wanted)) > 20 and 0 in wanted
+    _, counts, ranks = HEADS[name](*arguments, with_ranks=True, reduction=reduction)
+    assert ranks.dtype == np.int32
+    np.testing.assert_array_equal(ranks, wanted)
+    assert counts is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_never_outranks_itself(dtype):
+    """Every item is a target, so none can be above the best; rounding of the two dot products must not make one so."""
+    rng = np.random.default_rng(12)
+    hidden = jnp.asarray(rng.normal(size=(200, 300)) * 10, dtype)
+    table = jnp.asarray(rng.normal(size=(8, 300)), dtype)
+    targets = np.broadcast_to(np.arange(8, dtype=np.int32), (200, 8))
+    for width in (300, 299, 64, 7):
+        ranks = cut_bce(hidden[:, :width], table[:, :width], targets, np.ones(8, np.float32), with_ranks=True)[2]
+        np.testing.assert_array_equal(ranks, 1)
+
+
+def test_ties_do_not_count_and_ranks_pass_no_gradient():
+    hidden, table = np.ones((2, 4), np.float32), np.ones((5, 4), np.float32)
+    targets = np.array([[3], [-1]], np.int32)
+    for head in HEADS.values():
+        np.testing.assert_array_equal(head(hidden, table, targets, with_ranks=True)[2], [1, 0])
+        as_float = lambda h, head=head: head(h, table, targets, with_ranks=True)[2].astype(jnp.float32).sum()  # noqa: E731
+        assert not np.any(jax.grad(as_float)(hidden))
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "none"])
+def test_a_step_without_the_loss_has_the_same_gradients_counts_and_ranks(reduction):
+    arguments, outputs = problem(13, items=131), []
+    for with_loss in (True, False):
+
+        def loss(hidden, table, bias, with_loss=with_loss):
+            loss, *others = cut_bce(
+                hidden,
+                table,
+                arguments[2],
+                bias,
+                arguments[4],
+                reduction=reduction,
+                with_ranks=True,
+                with_loss=with_loss,
+            )
+            return loss.sum(), (loss, others)
+
+        (_, (value, others)), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arguments[:2], arguments[3])
+        assert np.any(value) == with_loss
+        outputs.append((others, grads))
+    jax.tree.map(np.testing.assert_array_equal, *outputs)
