@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from recml_sasrec.heads import cut_bce, cut_tpu, tiles
+from recml_sasrec.heads import counts, cut_bce, cut_tpu, dense_bce, tiles
 from tests.heads.reference import problem, reference
 
 TILE = {"tile": 128, "token_tile": 128}
@@ -130,18 +131,105 @@ def test_the_head_gives_loss_gradients_and_counts_by_definition_under_checkpoint
         assert np.abs(actual - exact[name]).max() <= 1e-4 * np.abs(exact[name]).max()
 
 
-def test_per_token_losses_and_vmap_over_a_batch_of_tokens():
-    hidden, table, targets, bias, weights = problem(4, tokens=6, items=60, width=16)
+def test_per_token_losses_take_any_cotangent_and_ranks_come_from_the_forward_sweep():
+    hidden, table, targets, bias, weights = problem(6, tokens=12, items=140, width=16)
+    cotangent = np.random.default_rng(6).normal(size=12).astype(np.float32)
+    options = {"reduction": "none", "with_ranks": True, "implementation": "pallas_tpu"}
 
-    def losses(hidden, targets, weights):
-        options = {"reduction": "none", "with_counts": False, "implementation": "pallas_tpu"}
-        return cut_bce(hidden, table, targets, bias, weights, **options)[0]
+    def loss(hidden, table, bias):
+        losses, counts, ranks = cut_bce(hidden, table, targets, bias, weights, **options)
+        return (losses * cotangent).sum(), (losses, counts, ranks)
 
-    halves = (hidden.reshape(2, 3, -1), targets.reshape(2, 3, -1), weights.reshape(2, 3))
     with interpreter():
-        split = jax.vmap(losses)(*halves)
+        (_, results), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, table, bias)
     exact = reference(hidden, table, targets, bias, weights)
-    np.testing.assert_allclose(split.reshape(-1), exact["losses"] * weights, rtol=1e-5)
+    np.testing.assert_allclose(results[0], exact["losses"] * weights, rtol=1e-5)
+    assert tuple(map(int, results[1])) == exact["counts"]
+    np.testing.assert_array_equal(results[2], exact["ranks"])
+    exact = reference(hidden, table, targets, bias, weights * cotangent)
+    for actual, name in zip(grads, ("hidden", "table", "bias"), strict=True):
+        assert np.abs(actual - exact[name]).max() <= 1e-4 * np.abs(exact[name]).max()
+
+
+def test_two_heads_that_share_a_table_add_up_under_vmap_and_grad():
+    """Duplicated and padded targets among them; a batch axis of heads, weighed differently."""
+    hidden, table, targets, bias, weights = problem(4, tokens=6, items=60, width=16)
+    halves = (hidden.reshape(2, 3, -1), targets.reshape(2, 3, -1), weights.reshape(2, 3))
+
+    def loss(hidden, table, bias):
+        def head(hidden, targets, weights):
+            return cut_bce(hidden, table, targets, bias, weights, reduction="sum", implementation="pallas_tpu")[0]
+
+        first, second = jax.vmap(head)(hidden, *halves[1:])
+        return 3 * first - second + head(hidden[0], halves[1][0], halves[2][0])
+
+    with interpreter():
+        value, grads = jax.value_and_grad(loss, (0, 1, 2))(halves[0], table, bias)
+    exact = reference(hidden, table, targets, bias, weights * np.repeat([4, -1], 3))
+    np.testing.assert_allclose(value, exact["sum"], rtol=1e-5)
+    for actual, name in zip(grads, ("hidden", "table", "bias"), strict=True):
+        assert np.abs(actual.reshape(exact[name].shape) - exact[name]).max() <= 1e-4 * np.abs(exact[name]).max()
+
+
+def test_order_of_items_and_repeated_targets_do_not_matter():
+    hidden, table, targets, bias, weights = problem(8, tokens=5, items=150, width=16)
+    order = np.random.default_rng(8).permutation(150)
+    place = np.append(np.argsort(order), [-1, -1, -1, -1])  # ids 150, 151 and -2, -1 stay padding
+    moved = place[targets].astype(np.int32)
+    repeated = np.concatenate([moved, moved[:, ::-1]], 1)
+
+    def head(table, targets, bias):
+        options = {"with_ranks": True, "implementation": "pallas_tpu"}
+        loss, counts, ranks = cut_bce(hidden, table, targets, bias, weights, **options)
+        return loss, (counts, ranks)
+
+    with interpreter():
+        (a, others_a), grad_a = jax.value_and_grad(head, has_aux=True)(table, targets, bias)
+        (b, others_b), grad_b = jax.value_and_grad(head, has_aux=True)(table[order], repeated, bias[order])
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(grad_a[order], grad_b, atol=1e-5 * np.abs(grad_a).max())
+    assert tuple(map(int, others_a[0])) == tuple(map(int, others_b[0]))
+    np.testing.assert_array_equal(others_a[1], others_b[1])
+
+
+@pytest.mark.parametrize("masked", [0.0, 2.0])
+def test_one_token_and_one_item_through_the_head(masked):
+    hidden, table, _, bias, weights = problem(9, tokens=1, items=1, width=1, masked=masked)
+    arguments = hidden, table, np.zeros((1, 1), np.int32), bias, weights
+    head = lambda *a: cut_bce(*a, reduction="sum", with_ranks=True, implementation="pallas_tpu")  # noqa: E731
+    with interpreter():
+        loss, counted, ranks = head(*arguments)
+        grad = jax.grad(lambda table: head(hidden, table, *arguments[2:])[0])(table)
+    exact = reference(*arguments)
+    np.testing.assert_allclose(loss, exact["sum"], rtol=1e-5)
+    np.testing.assert_allclose(grad, exact["table"], rtol=1e-5)
+    assert tuple(map(int, counted)) == exact["counts"]
+    np.testing.assert_array_equal(ranks, exact["ranks"])
+
+
+def test_bfloat16_is_no_worse_than_the_dense_head_in_bfloat16():
+    hidden, table, targets, bias, weights = problem(10, tokens=20, items=260, width=64, scale=0.3)
+    hidden, table = jnp.bfloat16(hidden), jnp.bfloat16(table)
+    exact = reference(hidden, table, targets, bias, weights)
+    loss = lambda head: lambda h, e: head(h, e, targets, bias, weights, reduction="sum")[0]  # noqa: E731
+    exactly = jax.grad(loss(dense_bce), (0, 1))(hidden, table)
+    with interpreter():
+        swept = jax.grad(loss(functools.partial(cut_bce, implementation="pallas_tpu")), (0, 1))(hidden, table)
+    for name, dense, cut in zip(("hidden", "table"), exactly, swept, strict=True):
+        scale = np.abs(exact[name]).max()
+        error = [np.abs(np.asarray(grad, np.float64) - exact[name]).max() / scale for grad in (dense, cut)]
+        assert error[1] <= error[0] + 1e-2
+
+
+def test_counts_of_the_kernel_carry_over_limbs():
+    """The kernel counts a token in int32; sums that overflow take limbs. Limbs of 5 bits overflow here as 31 would."""
+    arguments = background(9, 140, 16)
+    plan = tiles.plan(9, 140, 16, 4, tiles.CHIPS["v6e"], **TILE)
+    with interpreter():
+        _, above_T = cut_tpu.forward_sweep(*arguments[:3], threshold=-9.0, tile=None, plan=plan)
+    count = counts.total(above_T, bits=5)
+    assert int(count) == wanted(*arguments, -9.0)[1].sum() > 2**10
+    assert int(count.low) < 2**5 and int(count.high) > 2**5
 
 
 def test_all_tokens_masked_gives_zero_loss_and_zero_gradients():
