@@ -15,7 +15,8 @@ from orbax.checkpoint import v1 as ocp
 
 from recml_sasrec.step import Params, TrainState
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step of a save at INFO
+# Orbax reports each step of a save at INFO and each failure with its traceback at ERROR, beside raising it
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 Info = dict[str, Any]
 
@@ -130,11 +131,10 @@ class Checkpoints:
                 raise self._failure(self._pending_step, error) from error
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         last = self._last_complete(step)
         survives = f"the checkpoint of step {last} is intact" if last is not None else "no earlier one exists"
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.directory} ({reason}); {survives}; "
+            f"the checkpoint of step {step} could not be written to {self.directory} ({_reason(error)}); {survives}; "
             "free some space and run the same command again"
         )
 
@@ -145,8 +145,10 @@ class Checkpoints:
 
     def info(self, step: int) -> Info:
         """What ``save`` was given as ``info``."""
-        metadata = self._checkpointer.checkpointables_metadata(step)
-        return json.loads(metadata.custom_metadata["run"])
+        try:
+            return json.loads(self._checkpointer.checkpointables_metadata(step).custom_metadata["run"])
+        except Exception as error:
+            raise self._unreadable(step, "its metadata is missing or damaged") from error
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a step, with the shapes, dtypes and shardings of ``like`` (arrays or ShapeDtypeStructs)."""
@@ -163,11 +165,17 @@ class Checkpoints:
         try:
             return self._checkpointer.load_checkpointables(step, abstract)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {self.directory} cannot be read ({reason}); delete the folder "
-                f"{self.directory / str(step)} to go on from an earlier one"
-            ) from error
+            raise self._unreadable(step, _reason(error)) from error
+
+    def _unreadable(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} in {self.directory} cannot be read ({reason}); if an earlier one will do, "
+            f"move {self.directory / str(step)} away and run the same command again"
+        )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -5,9 +5,15 @@ Exit codes: 0 done Â· 2 bad input, config or environment, said in one sentence Â
 """
 
 import argparse
+import difflib
 import logging
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_file import load_config
@@ -30,9 +36,22 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
             rest.append(word)
         elif "=" in word:
             overrides.append(word.removeprefix(prefix))
+        elif (value := next(words, None)) is None:
+            raise ConfigError(f"{word} has no value; write {word}=VALUE")
         else:
-            overrides.append(f"{word.removeprefix(prefix)}={next(words, '')}")
+            overrides.append(f"{word.removeprefix(prefix)}={value}")
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            near = difflib.get_close_matches(flag, known, 1)
+            raise ConfigError(f"unknown flag {flag}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+    parser.error = _raise  # type: ignore[method-assign]
     return parser.parse_args(rest), overrides
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +65,11 @@ def config_of(flags: argparse.Namespace, overrides: Sequence[str]) -> Config:
 
 def run(main: Callable[[], None]) -> int:
     """Calls ``main`` and turns what it raises into a sentence on stderr and an exit code."""
+    signal.signal(signal.SIGINT, _quit)
+    signal.signal(signal.SIGTERM, _quit)
+    # a thread that fails is told by whoever waits for it; alone it deserves a line, not a traceback
+    threading.excepthook = lambda thread: print(f"warning: {thread.exc_value}", file=sys.stderr)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("recml_sasrec").setLevel(logging.INFO)
     # imported here so that a mistyped flag is answered before JAX is loaded
@@ -69,6 +93,16 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
+def _quit(number: int, frame: FrameType | None) -> None:
+    """Leaves at once: outside the training loop and evaluation, which poll, there is nothing to save."""
+    del frame
+    name = signal.Signals(number).name
+    print(f"{name}: stopped; what was complete on disk is intact and the same command goes on", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(EXIT_INTERRUPTED)  # an exception could land in, and be lost to, any callback of a library
+
+
 def _say(text: str, code: int) -> int:
     print(text, file=sys.stderr, flush=True)
+    sys.unraisablehook = lambda _: None  # writers that could not write say so again when the process ends
     return code

@@ -197,6 +197,8 @@ def _check_ranges(config: Config) -> None:
         for name in names:
             if not holds(get_field(config, name)):
                 raise ConfigError(f"config.{name}={get_field(config, name)} must be {limit}")
+    if config.train.seed >= 2**32:
+        raise ConfigError(f"config.train.seed={config.train.seed} must be below 2**32")
     if not config.evaluation.ks or min(config.evaluation.ks) < 1:
         raise ConfigError(f"config.evaluation.ks={config.evaluation.ks} must hold list lengths of at least 1")
 
@@ -226,6 +228,9 @@ def _check_contradictions(config: Config) -> None:
         )
     if data.source in ("table", "lines") and not data.path:
         raise ConfigError(f"config.data.source={data.source} needs config.data.path, the file to read")
+    columns = [data.user_column, data.item_column, *filter(None, [data.time_column])]
+    if data.source == "table" and len(set(columns)) < len(columns):
+        raise ConfigError(f"config.data.user_column, item_column and time_column must differ, not {columns}")
     if data.min_played_ratio and not (data.source == "synthetic" or data.yambda_event == "listens"):
         raise ConfigError(
             f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "

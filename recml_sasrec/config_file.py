@@ -47,8 +47,9 @@ def _import_config(path: str) -> Config:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except Exception as error:  # whatever a user's file raises is a fault of that file
-        raise ConfigError(f"config file {path!r} failed with {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is a fault of that file
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise ConfigError(f"config file {path!r} failed with {type(error).__name__}: {reason}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of {path!r} returned {type(config).__name__}; it must return Config")
     return config
@@ -125,6 +126,8 @@ def from_json(text: str) -> Config:
 
 
 def _fill(config: Config, node: Any, tree: dict[str, Any], prefix: str) -> None:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the saved config holds {tree!r} for config.{prefix.rstrip('.')}; it must be a section")
     hints = typing.get_type_hints(type(node))
     for name, value in tree.items():
         if name not in hints:

@@ -16,19 +16,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, help="folder of the run")
     parser.add_argument("--split", choices=("test", "validation"), default="test")
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step")
+    parser.add_argument(
+        "--output", help="JSON file to write; by default the run's own, unless other terms were asked for"
+    )
     parser.epilog = (
         "Fields such as --config.evaluation.filter_seen=true or --config.data.path=FILE replace those of the run."
     )
 
     def evaluate() -> None:
         flags, overrides = command.parse(parser, argv)
-        evaluate_run(pathlib.Path(flags.workdir), flags.split, flags.checkpoint, overrides)
+        workdir = pathlib.Path(flags.workdir)
+        output = pathlib.Path(flags.output) if flags.output else None
+        if output is None and not overrides and flags.checkpoint == "best":
+            output = workdir / ("evaluation.json" if flags.split == "test" else "evaluation_validation.json")
+        evaluate_run(workdir, flags.split, flags.checkpoint, overrides, output)
+        print(f"\nwritten to {output}" if output else "\nnot written: name a file with --output")
 
     return command.run(evaluate)
 
 
 def evaluate_run(
-    workdir: pathlib.Path, which: Literal["validation", "test"], checkpoint: str, overrides: Sequence[str]
+    workdir: pathlib.Path,
+    which: Literal["validation", "test"],
+    checkpoint: str,
+    overrides: Sequence[str],
+    output: pathlib.Path | None,
 ) -> None:
     from recml_sasrec import run_folder
     from recml_sasrec.checkpoint import Checkpoints
@@ -36,7 +48,7 @@ def evaluate_run(
     from recml_sasrec.preemption import StopRequest
     from recml_sasrec.run import Run
 
-    config, vocabulary = run_folder.read(workdir)
+    config, marks = run_folder.read(workdir)
     for override in overrides:
         name, _, value = override.partition("=")
         if not name.startswith(("evaluation.", "data.path", "data.cache")):
@@ -46,18 +58,20 @@ def evaluate_run(
         set_field(config, name, value)
     validate(config)
     data = open_data(config)
-    if data.store.vocabulary != vocabulary:
+    difference = run_folder.data_difference(marks, data.store)
+    if difference and difference.startswith("items"):
         raise ConfigError(
-            f"{workdir} was trained on other items (vocabulary {vocabulary}) than the data has now "
-            f"({data.store.vocabulary}); name the file it was trained on with --config.data.path=FILE"
+            f"{workdir} was trained on other {difference}; name the file it was trained on with --config.data.path=FILE"
         )
+    if difference:
+        print(f"note: {workdir} was trained on other {difference}")
     run = Run(config, data)
     with (
         StopRequest() as stop,
         Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints,
     ):
         step = checkpoints.find(checkpoint)
-        run.final_evaluation(workdir, checkpoints, stop, which, step)
+        run.final_evaluation(output, checkpoints, stop, which, step)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ class Meter:
         checkpoints.wait()
         last = checkpoints.latest
         kept = f"the checkpoint of step {last} is good" if last is not None else "no checkpoint was written yet"
+        clip = "" if self.run.config.optimizer.clip_norm else " or set config.optimizer.clip_norm"
         raise Diverged(
             f"the loss or its gradient is not finite at step {bad} (between steps {self._logged + 1} and {step}); "
-            f"{kept}; lower config.optimizer.learning_rate or set config.optimizer.clip_norm, in a new --workdir"
+            f"{kept}; lower config.optimizer.learning_rate{clip}, in a new --workdir"
         )

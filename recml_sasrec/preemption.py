@@ -33,6 +33,7 @@ class StopRequest:
         return bool(self.requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        previous = self._previous.get(number)
+        if self.requested and number == signal.SIGINT and callable(previous):
+            previous(number, frame)  # at once, as if nobody had asked to wait
         self.requested = signal.Signals(number).name

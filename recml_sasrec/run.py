@@ -164,13 +164,13 @@ class Run:
 
     def final_evaluation(
         self,
-        workdir: pathlib.Path,
+        output: pathlib.Path | None,
         checkpoints: Checkpoints,
         stop: StopRequest,
         which: Which = "test",
         step: int | None = None,
     ) -> evaluation.Rows:
-        """Evaluates a checkpoint (the best one unless told) beside the baselines; prints and writes the table."""
+        """Evaluates a checkpoint (the best one unless told) beside the baselines; prints the table and writes it."""
         step = checkpoints.best if step is None else step
         assert step is not None
         params = checkpoints.restore_params(step, self.abstract_state.params)
@@ -181,6 +181,6 @@ class Run:
             raise Interrupted(f"{stop.requested}: training is complete; the same command evaluates it") from None
         protocol = evaluation.protocol(self.config, self.data, which) | {"checkpoint": f"step {step}"}
         print(evaluation.format_table(protocol, rows), flush=True)
-        name = "evaluation.json" if which == "test" else f"evaluation_{which}.json"
-        evaluation.write_evaluation(workdir / name, protocol, rows)
+        if output is not None:
+            evaluation.write_evaluation(output, protocol, rows)
         return rows

@@ -5,10 +5,13 @@ config.json  metrics.jsonl  evaluation.json  item_ids.arrow  checkpoints/  Tenso
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import pathlib
 import shutil
 from collections.abc import Iterator
+
+import numpy as np
 
 from recml_sasrec import config as configs
 from recml_sasrec import config_file
@@ -23,58 +26,86 @@ CHANGEABLE = (
     "checkpoint.",
     "evaluation.",
     "data.cache",
+    "data.path",  # the events themselves are compared
 )
 
 
 @contextlib.contextmanager
 def claimed(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the folder, made where it lacks, against a second trainer.
+    """Holds the folder, made where it lacks, against a second trainer; one that stays empty is removed again.
 
     Raises:
         ConfigError: it is not a folder or another process trains in it.
     """
+    new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        with (workdir / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process trains in {workdir}; wait for it or use another --workdir"
+                ) from None
+            yield
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"--workdir {workdir} is a file; name a folder") from None
-    with (workdir / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process trains in {workdir}; wait for it or use another --workdir") from None
-        yield
+    finally:
+        if new and not (workdir / "config.json").exists():
+            (workdir / ".lock").unlink(missing_ok=True)
+            for folder in (workdir / "checkpoints", workdir):
+                with contextlib.suppress(OSError):  # not empty, so not ours to remove
+                    folder.rmdir()
+
+
+def check(workdir: pathlib.Path, config: Config, store: Store) -> None:
+    """Checks that a folder is free, or holds a run of the same config, items and events.
+
+    Raises:
+        ConfigError: it holds another run.
+    """
+    # before its first checkpoint a run has nothing that another config could spoil
+    if not any((workdir / "checkpoints").glob("*[0-9]")):
+        return
+    saved, marks = read(workdir)
+    name = configs.first_difference(saved, config, but=CHANGEABLE)
+    if name:
+        raise ConfigError(
+            f"{workdir} holds a run with config.{name}={configs.get_field(saved, name)}, but this one has "
+            f"{configs.get_field(config, name)}; use another --workdir or the same value"
+        )
+    difference = data_difference(marks, store)
+    if difference:
+        raise ConfigError(f"{workdir} holds a run on other {difference}; use another --workdir or the same data")
 
 
 def adopt(workdir: pathlib.Path, config: Config, store: Store) -> None:
-    """Saves config and item ids in a new folder, or checks that an old one is of the same config and items.
-
-    Raises:
-        ConfigError: the folder holds another run.
-    """
-    # before its first checkpoint a run has nothing that another config could spoil
-    if (workdir / "config.json").exists() and any((workdir / "checkpoints").glob("*[0-9]")):
-        saved, vocabulary = read(workdir)
-        name = configs.first_difference(saved, config, but=CHANGEABLE)
-        if name:
-            raise ConfigError(
-                f"{workdir} holds a run with config.{name}={configs.get_field(saved, name)}, but this one has "
-                f"{configs.get_field(config, name)}; use another --workdir or the same value"
-            )
-        if vocabulary != store.vocabulary:
-            raise ConfigError(
-                f"{workdir} holds a run on other items (vocabulary {vocabulary}) than this data has "
-                f"({store.vocabulary}, {store.num_items} items); use another --workdir or the same data"
-            )
-    else:
-        temporary = workdir / ".item_ids.arrow.tmp"
-        shutil.copyfile(pathlib.Path(store.directory, "item_ids.arrow"), temporary)
-        temporary.replace(workdir / "item_ids.arrow")
-    tree = {"vocabulary": store.vocabulary, **json.loads(config_file.to_json(config))}
+    """Saves the config, what the data was, and the item ids."""
+    temporary = workdir / ".item_ids.arrow.tmp"
+    shutil.copyfile(pathlib.Path(store.directory, "item_ids.arrow"), temporary)
+    temporary.replace(workdir / "item_ids.arrow")
+    tree = {**data_marks(store), **json.loads(config_file.to_json(config))}
     write_atomically(workdir / "config.json", json.dumps(tree, indent=2) + "\n")
 
 
-def read(workdir: pathlib.Path) -> tuple[Config, str]:
-    """The config of a run and the fingerprint of its item ids.
+def data_marks(store: Store) -> dict[str, str]:
+    """Fingerprints of the item ids and of the events: all offsets, and up to 2^20 events evenly spaced."""
+    step = -(-store.num_events // 2**20)
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (store.offsets, store.items[::step], store.timestamps[::step]):
+        digest.update(np.ascontiguousarray(array).data)
+    return {"vocabulary": store.vocabulary, "events": digest.hexdigest()}
+
+
+def data_difference(marks: dict[str, str], store: Store) -> str | None:
+    """In what the data differs from that with these marks: ``items``, ``events`` or nothing."""
+    if marks["vocabulary"] != store.vocabulary:
+        return f"items than this data has ({store.num_items})"
+    return None if marks == data_marks(store) else f"events than this data has ({store.num_events})"
+
+
+def read(workdir: pathlib.Path) -> tuple[Config, dict[str, str]]:
+    """The config of a run and the marks of its data.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -84,7 +115,7 @@ def read(workdir: pathlib.Path) -> tuple[Config, str]:
         raise ConfigError(f"{workdir} holds no run (no config.json); train one there or name another --workdir")
     try:
         tree = json.loads(path.read_text())
-        vocabulary = tree.pop("vocabulary")
-    except (ValueError, KeyError, AttributeError):
+        marks = {name: str(tree.pop(name)) for name in ("vocabulary", "events")}
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise ConfigError(f"{path} is damaged; restore it from a checkpoint's metadata or train again") from None
-    return config_file.from_json(json.dumps(tree)), vocabulary
+    return config_file.from_json(json.dumps(tree)), marks

@@ -16,7 +16,7 @@ import jax
 from recml_sasrec import config as configs
 from recml_sasrec import config_file, run_folder
 from recml_sasrec.checkpoint import Checkpoints
-from recml_sasrec.config import Config
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.meter import Meter
 from recml_sasrec.preemption import Interrupted, StopRequest
@@ -45,20 +45,27 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
     """
     configs.validate(config)
     workdir = pathlib.Path(workdir)
-    with run_folder.claimed(workdir), StopRequest() as stop:
-        data = open_data(config)
-        run_folder.adopt(workdir, config, data.store)
-        run = Run(config, data)
-        log.info("%s", run.overview())
+    data = open_data(config)
+    run = Run(config, data)
+    log.info("%s", run.overview())
+    with run_folder.claimed(workdir):
+        run_folder.check(workdir, config, data.store)
         with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints:
             progress = run.restore_progress(checkpoints)
+            if progress.step > config.train.steps:
+                raise ConfigError(
+                    f"{workdir} holds a run of {progress.step} steps, more than "
+                    f"config.train.steps={config.train.steps}; raise it or use another --workdir"
+                )
             if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
                 train_step = run.compile_step()  # says what it needs before the state takes its memory
+                run_folder.adopt(workdir, config, data.store)
                 state = run.restore_state(checkpoints)
-                with RunLog(workdir, progress.step, config.train.steps) as run_log:
+                with RunLog(workdir, progress.step, config.train.steps) as run_log, StopRequest() as stop:
                     fit(run, train_step, state, progress, checkpoints, run_log, stop)
             checkpoints.wait()
-            return run.final_evaluation(workdir, checkpoints, stop)
+            with StopRequest() as stop:
+                return run.final_evaluation(workdir / "evaluation.json", checkpoints, stop)
 
 
 def fit(

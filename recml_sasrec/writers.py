@@ -1,5 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard and the console."""
 
+import contextlib
 import datetime
 import json
 import pathlib
@@ -40,8 +41,11 @@ class RunLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
-        self._file.close()
-        self._tensorboard.close()
+        # on a full disk closing fails as writing did, which has been told already
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._tensorboard.close()
 
     def text(self, name: str, text: str) -> None:
         """Shows a text in TensorBoard, for example the config."""
@@ -82,11 +86,11 @@ def drop_rows_after(path: pathlib.Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the torn last line of a killed run
-        if row["step"] <= step:
+            done = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill, or damaged
+        if done:
             kept.append(line + "\n")
     write_atomically(path, "".join(kept))

@@ -68,6 +68,7 @@ def test_overrides_take_the_type_of_their_field(override, name, value):
         ("evaluation.ks=(1.5,)", "is not a whole number"),
         ("train.steps", "has no value"),
         ("train.steps=0", "must be at least 1"),
+        ("train.seed=4294967296", "must be below 2**32"),
         ("optimizer.learning_rate=0", "must be above 0"),
         ("optimizer.learning_rate=1e400", "must be above 0 and finite"),
         ("model.dropout=1", "below 1"),

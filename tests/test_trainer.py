@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,10 +176,30 @@ def test_a_step_that_cannot_fit_is_refused_before_training_with_the_numbers(tmp_
     monkeypatch.setattr(memory, "device_limit", lambda device: 100_000)
     with pytest.raises(memory.MemoryLimitError, match=r"needs .* MiB .*has 0.1 MiB; set config.head.name=cut_bce"):
         trainer.train(config, tmp_path / "run")
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
     config.head.name = "cut_bce"  # the remedy works in the same folder
     monkeypatch.undo()
     assert trainer.train(config, tmp_path / "run")["sasrec"]["ndcg@10"] > 0
+
+
+def test_damage_in_a_run_folder_is_named_or_mended(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight / "run", workdir)
+    config = tiny_config(straight / "cache")
+    config.train.steps = 12
+    with pytest.raises(ConfigError, match="24 steps, more than"):
+        trainer.train(config, workdir)
+    config.train.steps = LAST + 2
+    (workdir / "metrics.jsonl").open("ab").write(b'12\n{"a": 1}\n\xff\xfe\n{"step": 3, "lo')
+    trainer.train(config, workdir)
+    assert max(losses(workdir)) == LAST + 2
+    (workdir / "checkpoints" / str(LAST + 2) / "_CHECKPOINT_METADATA").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        trainer.train(config, workdir)
+    for text in ("[]", '{"vocabulary": "x", "events": "y", "data": 3}', "{"):
+        (workdir / "config.json").write_text(text)
+        with pytest.raises(ConfigError):
+            trainer.train(config, workdir)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +218,7 @@ def test_a_workdir_of_another_config_is_refused(straight, change, sentence):
     assert sentence in str(error.value)
 
 
-def test_a_workdir_of_another_vocabulary_is_refused(tmp_path):
+def test_a_workdir_of_other_items_or_events_is_refused_but_a_moved_file_is_not(tmp_path):
     def write(path, items):
         path.write_text("".join(f"{u} {' '.join(map(str, items))}\n" for u in range(40)))
 
@@ -209,6 +230,17 @@ def test_a_workdir_of_another_vocabulary_is_refused(tmp_path):
     write(tmp_path / "events.txt", [1, 2, 3, 4, 6])
     with pytest.raises(ConfigError, match="other items"):
         trainer.train(config, tmp_path / "run")
+    write(tmp_path / "events.txt", [1, 2, 3, 5, 4])
+    with pytest.raises(ConfigError, match="other events"):
+        trainer.train(config, tmp_path / "run")
+    write(tmp_path / "moved.txt", [1, 2, 3, 4, 5])
+    config.data.path = str(tmp_path / "moved.txt")
+    before = (tmp_path / "run/config.json").read_text()
+    trainer.train(config, tmp_path / "run")
+    assert (tmp_path / "run/config.json").read_text() == before
+    (tmp_path / "run/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        trainer.train(config, tmp_path / "run")
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
@@ -216,6 +248,7 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     config.train.batch_size = 10_000
     with pytest.raises(DataError, match=r"10000|10,000"):
         trainer.train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_trainers_do_not_share_a_folder(tmp_path):

@@ -97,6 +97,8 @@ def check_file(path: str) -> None:
 
 def find_column(path: str, names: Sequence[str], name: str) -> str:
     """The column called ``name``, with or without a ``:type`` suffix; DataError names the nearest one."""
+    if list(names).count(name) > 1:
+        raise DataError(f"{path!r} has {list(names).count(name)} columns {name!r}; rename all but one")
     if name in names:
         return name
     plain = {column.split(":")[0].strip(): column for column in reversed(names)}

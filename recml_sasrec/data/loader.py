@@ -90,7 +90,7 @@ class TrainBatches:
         if config.train.batch_size > pattern.num_rows:
             raise DataError(
                 f"train.batch_size {config.train.batch_size} is larger than the data: {len(windows.starts)} windows "
-                f"fill {pattern.num_rows} rows of {config.data.length} positions; lower it to at most that"
+                f"fill {pattern.num_rows} rows of {config.data.length}; lower it to at most {pattern.num_rows}"
             )
         self._store, self._windows, self._pattern, self._data = store, windows, pattern, config.data
         self._seed, self._batch_size = config.train.seed, config.train.batch_size
