@@ -86,6 +86,7 @@ def fit(
         if progress.interrupted:
             metrics = run.validate(state.params, progress, run_log, stop)
             checkpoints.save(progress.step, state, run.info(progress), metrics, overwrite=True)
+            leave_if_asked(stop, progress, checkpoints)
         while progress.step < config.train.steps and not progress.stopped:
             with meter.waiting():
                 batch = next(batches)
@@ -102,8 +103,13 @@ def fit(
                 with meter.paused():
                     metrics = run.validate(state.params, progress, run_log, stop) if validate else None
                     checkpoints.save(step, state, run.info(progress), metrics)
-            if stop:
-                checkpoints.wait()
-                raise Interrupted(f"{stop.requested}: saved step {step}; the same command goes on from there")
+            leave_if_asked(stop, progress, checkpoints)
     finally:
         batches.close()
+
+
+def leave_if_asked(stop: StopRequest, progress: Progress, checkpoints: Checkpoints) -> None:
+    """Raises Interrupted after a stop request, when the checkpoint of the last step is complete."""
+    if stop:
+        checkpoints.wait()
+        raise Interrupted(f"{stop.requested}: saved step {progress.step}; the same command goes on from there")
