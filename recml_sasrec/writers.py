@@ -64,6 +64,7 @@ class RunLog:
             "loss": f"{row['loss']:.4f}",
             "precision": f"{row['precision']:.4f}",
             "recall": f"{row['recall']:.4f}",
+            **({"hit@10": f"{row['hit@10']:.4f}"} if "hit@10" in row else {}),
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
             "data wait": f"{row['data_wait']:.1%}",
         }

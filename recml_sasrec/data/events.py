@@ -88,9 +88,9 @@ def read_lines(path: str) -> Iterator[EventBatch]:
 def check_file(path: str) -> None:
     """Raises DataError unless ``path`` is a non-empty file."""
     if not os.path.exists(path):
-        raise DataError(f"data file {path!r} does not exist; check data.path")
+        raise DataError(f"data file {path!r} does not exist; check config.data.path")
     if not os.path.isfile(path):
-        raise DataError(f"data file {path!r} is not a file; give data.path one parquet, CSV, TSV or text file")
+        raise DataError(f"data file {path!r} is not a file; give config.data.path one parquet, CSV, TSV or text file")
     if os.path.getsize(path) == 0:
         raise DataError(f"data file {path!r} is empty (0 bytes); give a file with at least one event")
 

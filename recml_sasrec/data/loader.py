@@ -41,7 +41,7 @@ def open_store_of(config: Config) -> Store:
     elif not path and data.source == "synthetic":
         path = synthetic.cached_file(data.synthetic, cache_folder(config))
     elif not path:
-        raise DataError(f"data.source={data.source!r} needs data.path; give it the file of events")
+        raise DataError(f"config.data.source={data.source!r} needs config.data.path; give it the file of events")
     check_file(path)
     if data.source == "table":
         columns = (data.user_column, data.item_column, data.time_column)
@@ -86,10 +86,13 @@ class TrainBatches:
     ) -> None:
         index, count = shard
         if config.train.batch_size % count:
-            raise DataError(f"train.batch_size {config.train.batch_size} can't be divided among {count} processes")
+            raise DataError(
+                f"config.train.batch_size {config.train.batch_size} can't be divided among {count} processes"
+            )
         if config.train.batch_size > pattern.num_rows:
             raise DataError(
-                f"train.batch_size {config.train.batch_size} is larger than the data: {len(windows.starts)} windows "
+                f"config.train.batch_size {config.train.batch_size} is larger than the data: "
+                f"{len(windows.starts)} windows "
                 f"fill {pattern.num_rows} rows of {config.data.length}; lower it to at most {pattern.num_rows}"
             )
         self._store, self._windows, self._pattern, self._data = store, windows, pattern, config.data
@@ -180,7 +183,7 @@ class Data:
             positions += float(batch.weights.sum())
         if not positions:
             raise DataError(
-                f"no training position has a target within data.horizon {config.data.horizon} seconds; raise it"
+                f"no training position has a target within config.data.horizon {config.data.horizon} seconds; raise it"
             )
         return positives / positions
 

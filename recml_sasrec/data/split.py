@@ -44,7 +44,8 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
     """
     if not store.has_time:
         raise DataError(
-            "split.kind='temporal' needs times but the source has none; set data.time_column or split.kind='leave_last'"
+            "config.split.kind='temporal' needs times but the source has none; "
+            "set config.data.time_column or config.split.kind='leave_last'"
         )
     last = np.iinfo(np.int64).max
     history_time = split.test_start - split.gap
@@ -74,16 +75,19 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
     )
     span = f"the events span [{store.first_time}, {store.last_time}]"
     if not trained.any():
-        raise DataError(f"no event lies before the end of training {train_time} ({span}); raise split.test_start")
+        raise DataError(
+            f"no event lies before the end of training {train_time} ({span}); raise config.split.test_start"
+        )
     if not np.any(result.test_end > result.test_start):
         raise DataError(
-            f"no user with training events has an event in the test interval of split.test_start {split.test_start} "
-            f"({span}); choose a split.test_start before the last event"
+            "no user with training events has an event in the test interval "
+            f"of config.split.test_start {split.test_start} "
+            f"({span}); choose a config.split.test_start before the last event"
         )
     if split.validation_length > 0 and not np.any(result.validation_end > result.validation_start):
         raise DataError(
             f"no user with training events has an event in the validation interval [{validation_time}, {history_time}) "
-            f"({span}); raise split.validation_length or set it to 0"
+            f"({span}); raise config.split.validation_length or set it to 0"
         )
     return result
 
@@ -102,8 +106,9 @@ def split_leave_last(store: Store, split: SplitConfig) -> Split:
     enough = end - start > held_out
     if held_out and not enough.any():
         raise DataError(
-            f"the longest history has {int((end - start).max())} events but leaving out {split.test_last} for test "
-            f"and {split.validation_last} for validation needs {held_out + 1}; lower split.test_last"
+            f"the longest history is of {int((end - start).max())} but leaving out {split.test_last} for test "
+            f"and {split.validation_last} for validation needs {held_out + 1} events; "
+            "give longer histories or lower config.split.validation_last"
         )
     test_start = np.where(enough, end - split.test_last, end)
     train_end = np.where(enough, end - held_out, end)

@@ -124,14 +124,16 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         work = os.path.join(parent, temporary_name(name))
         os.mkdir(work)
     except OSError as error:
-        raise DataError(f"folder {parent!r} can't be written ({error.strerror}); choose another data.cache") from error
+        raise DataError(
+            f"folder {parent!r} can't be written ({error.strerror}); choose another config.data.cache"
+        ) from error
     try:
         _build(read, work, fingerprint, source)
         _put_in_place(work, directory, fingerprint)
     except OSError as error:
         raise DataError(
             f"the store of {source!r} can't be written to {parent!r} ({error.strerror or error}); "
-            "free disk space or choose another data.cache"
+            "free disk space or choose another config.data.cache"
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

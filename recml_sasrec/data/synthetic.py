@@ -64,7 +64,8 @@ def write(config: SyntheticConfig, path: str) -> None:
     """
     if config.users < 1 or config.items < 2 * ALBUM or config.events_per_user < 1:
         raise DataError(
-            f"data.synthetic with users {config.users}, items {config.items}, events_per_user {config.events_per_user} "
+            f"config.data.synthetic with users {config.users}, items {config.items}, "
+            f"events_per_user {config.events_per_user} "
             f"makes no data; use at least 1 user, {2 * ALBUM} items and 1 event"
         )
     parent, name = os.path.split(os.path.abspath(path))
@@ -80,7 +81,8 @@ def write(config: SyntheticConfig, path: str) -> None:
         os.replace(work, path)
     except OSError as error:
         raise DataError(
-            f"{path!r} can't be written ({error.strerror or error}); free disk space or choose another data.cache"
+            f"{path!r} can't be written ({error.strerror or error}); "
+            "free disk space or choose another config.data.cache"
         ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):

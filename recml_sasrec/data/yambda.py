@@ -58,14 +58,14 @@ def download(size: str, format: str, event: str) -> str:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
         raise DataError(
             f"{name!r} of the hub's data set {REPO!r} can't be fetched ({reason}); "
-            "connect to the hub once, or give data.path a local copy"
+            "connect to the hub once, or give config.data.path a local copy"
         ) from error
     except Exception as error:  # httpx's errors, which huggingface_hub lets through, are neither
         if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests"):
             raise
         raise DataError(
             f"{name!r} of the hub's data set {REPO!r} can't be fetched ({type(error).__name__}); "
-            "connect to the hub once, or give data.path a local copy"
+            "connect to the hub once, or give config.data.path a local copy"
         ) from error
 
 

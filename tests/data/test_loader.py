@@ -123,7 +123,7 @@ def test_the_cache_is_found_by_its_environment_variable(tmp_path, monkeypatch):
 def test_bad_configurations_of_data_are_one_sentence(tmp_path):
     config = synthetic_config(tmp_path)
     config.data.source = "table"
-    with pytest.raises(DataError, match=r"data.source='table' needs data.path"):
+    with pytest.raises(DataError, match=r"data.source='table' needs config.data.path"):
         open_data(config)
     config.data.path = str(tmp_path / "absent.csv")
     with pytest.raises(DataError, match=r"absent.csv' does not exist"):

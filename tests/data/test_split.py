@@ -79,7 +79,7 @@ def test_leave_last_equals_slicing_lists(sizes, test_last, validation_last):
     config = SplitConfig(kind="leave_last", test_last=test_last, validation_last=validation_last)
     held_out = test_last + validation_last
     if held_out and max(sizes) <= held_out:
-        with pytest.raises(DataError, match=f"longest history has {max(sizes)} events .* needs {held_out + 1}"):
+        with pytest.raises(DataError, match=f"longest history is of {max(sizes)} but .* needs {held_out + 1}"):
             split_leave_last(store, config)
         return
     split = make_split(store, config)
@@ -130,7 +130,7 @@ def test_yambda_boundaries_in_the_final_and_the_tuning_run():
             SplitConfig("temporal", 0),
             r"no event lies before the end of training 0 \(the events span \[10, 30\]\); raise",
         ),
-        (SplitConfig("temporal", 31), r"test interval of split.test_start 31 \(the events span \[10, 30\]\)"),
+        (SplitConfig("temporal", 31), r"test interval of config.split.test_start 31 \(the events span \[10, 30\]\)"),
         (SplitConfig("temporal", 30, 0, 5, 1), r"validation interval \[24, 29\) \(the events span \[10, 30\]\)"),
     ],
 )

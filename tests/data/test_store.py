@@ -156,7 +156,7 @@ def test_no_events_and_mixed_ids_are_refused(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"can't be written .* choose another data.cache"):
+    with pytest.raises(DataError, match=r"can't be written .* choose another config.data.cache"):
         build_store(reader(*shuffled()), str(tmp_path / "file" / "s"), "f")
 
 

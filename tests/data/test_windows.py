@@ -209,5 +209,5 @@ def test_what_makes_no_batch_is_refused_with_numbers():
     with pytest.raises(DataError, match=r"data.horizon 5 needs times"):
         Data(untimed, split_leave_last(untimed, WHOLE)).mean_positives(config)
     far_apart = store_of([[(0, 0), (1, 1000)]])
-    with pytest.raises(DataError, match=r"within data.horizon 5 seconds"):
+    with pytest.raises(DataError, match=r"within config.data.horizon 5 seconds"):
         Data(far_apart, split_leave_last(far_apart, WHOLE)).mean_positives(config)

@@ -105,6 +105,6 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"can't be fetched .* give data.path a local copy") as caught:
+    with pytest.raises(DataError, match=r"can't be fetched .* give config.data.path a local copy") as caught:
         yambda.download("50m", "flat", "listens")
     assert "\n" not in str(caught.value)
