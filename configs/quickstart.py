@@ -1,4 +1,4 @@
-"""The embedded default: generated Yambda-shaped events, trained and evaluated in about two minutes on two CPU cores.
+"""The embedded default: generated Yambda-shaped events, trained and evaluated in about a minute on two CPU cores.
 
 python -m recml_sasrec.train --config configs/quickstart.py --workdir runs/quickstart
 """
