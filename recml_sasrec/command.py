@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from recml_sasrec.config import Config, ConfigError
-from recml_sasrec.config_file import load_config
+from recml_sasrec.config import ConfigError
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h
@@ -57,10 +56,6 @@ def _raise(message: str) -> NoReturn:
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="Python file with get_config(), such as configs/quickstart.py")
     parser.epilog = "Any field of the config is a flag too: --config.optimizer.learning_rate=3e-4"
-
-
-def config_of(flags: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    return load_config(flags.config, overrides)
 
 
 def run(main: Callable[[], None]) -> int:

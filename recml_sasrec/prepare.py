@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from recml_sasrec import command
+from recml_sasrec.config_file import load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def prepare() -> None:
         flags, overrides = command.parse(parser, argv)
-        config = command.config_of(flags, overrides)
+        config = load_config(flags.config, overrides)
         from recml_sasrec.data.loader import open_data
 
         data = open_data(config)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from recml_sasrec import command
+from recml_sasrec.config_file import load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def train() -> None:
         flags, overrides = command.parse(parser, argv)
-        config = command.config_of(flags, overrides)
+        config = load_config(flags.config, overrides)
         from recml_sasrec import trainer
 
         trainer.train(config, flags.workdir)
