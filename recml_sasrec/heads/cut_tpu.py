@@ -84,7 +84,8 @@ def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
     precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS  # type: ignore[attr-defined]
     precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
     items, width = table_VD.shape
-    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False)
+    rounded = gradients and table_VD.dtype == jnp.bfloat16 and plan.blocks == 1
+    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False, rounded)
 
 
 _ONE_PASS = (None, "default", "fastest", "bfloat16", "BF16_BF16_F32")
@@ -108,12 +109,12 @@ def _wanted(spec) -> tuple[bool, ...]:
 
 
 @_sweep_p.def_abstract_eval
-def _(h_TD, *arrays, spec, batches):
+def _(h_TD, table_VD, *arrays, spec, batches):
     """``batches`` has an entry a vmap, outermost first: its size and which arguments have that leading axis."""
     f32, leading = jnp.dtype("float32"), tuple(size for size, _ in batches)
     tokens = h_TD.shape[-2]
     shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,), (tokens,)
-    dtypes = f32, jnp.dtype("int32"), f32, f32, f32, jnp.dtype("int32")
+    dtypes = f32, jnp.dtype("int32"), f32, jnp.dtype(_dtable_dtype(table_VD)), f32, jnp.dtype("int32")
     results = zip(shapes, dtypes, _wanted(spec), strict=True)
     return [jax.core.ShapedArray((*leading, *shape), dtype) for shape, dtype, wanted in results if wanted]
 
@@ -170,7 +171,11 @@ def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T):
         (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), jax.tree.map(lambda x: x[1:], blocks))
         outs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), outs, rest)
     loss_T, above_T, dh_TD, better_T = _unblock(outs, h_TD.shape[0])
-    return loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T
+    return loss_T, above_T, dh_TD, dtable_VD.astype(_dtable_dtype(table_VD)), dbias_V, better_T
+
+
+def _dtable_dtype(table_VD):
+    return table_VD.dtype if table_VD.dtype == jnp.bfloat16 else jnp.float32
 
 
 def _blocks(x, plan):
@@ -272,7 +277,9 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     else:
         inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded + beside), lambda v, t: (t, 0)))
     outputs["dh_t"] = ((spec.padded, plan.block), f32, anywhere)
-    outputs["dtable"] = (table.shape, f32, table_block)
+    outputs["dtable"] = (table.shape, dtype if spec.rounded else f32, table_block)
+    if spec.rounded:
+        scratch["dtable_acc"] = pltpu.VMEM(table_block.block_shape, f32)
     if plan.dh == "hbm":
         scratch["dh_acc"] = pltpu.VMEM((2, spec.padded, plan.tokens), f32)
         scratch["semaphores"] = pltpu.SemaphoreType.DMA((2, 2))

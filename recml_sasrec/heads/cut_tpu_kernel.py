@@ -44,6 +44,7 @@ class Spec(NamedTuple):
     accumulate: bool  # dtable starts from an input instead of zero
     precision: lax.Precision  # of the matmuls
     reference: bool  # count the items above each token's reference logit
+    rounded: bool  # dtable leaves the chip in bfloat16
 
     @property
     def padded(self) -> int:
@@ -106,8 +107,8 @@ def kernel(spec: Spec, refs):
         _Tile(spec, refs, t, spec.bias and not spec.folded).run()
     if spec.gradients and spec.plan.dh == "hbm":
         _store_dh(spec, refs, v, t, last)
-    if hasattr(refs, "dbias_acc"):
-        pl.when(t == pl.num_programs(1) - 1)(lambda: _finish_bias(refs))
+    if spec.gradients:
+        pl.when(t == pl.num_programs(1) - 1)(lambda: _finish_items(spec, refs))
 
     @pl.when(last)
     def _():
@@ -145,7 +146,7 @@ def _start_items(spec, refs, v):
     lax.fori_loop(0, plan.items // LANES, chunk, 0)
     if spec.gradients:
         rows = ROWS if spec.columnar else LANES
-        _fill(refs.dtable, rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
+        _fill(_sums(refs), rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
         if spec.bias:
             _fill(getattr(refs, "dbias_acc", refs.dbias), LANES)
 
@@ -188,6 +189,20 @@ def _extension(spec, refs, at, item):
         pieces_RK = jnp.where(row_RK == row, piece_1K, pieces_RK)
         rest_1K = rest_1K - piece_1K
     return pieces_RK.astype(refs.table.dtype)
+
+
+def _sums(refs):
+    """Where dtable is added up."""
+    return getattr(refs, "dtable_acc", refs.dtable)
+
+
+def _finish_items(spec, refs):
+    """At a tile's last step: what its sums become."""
+    if spec.rounded:
+        rows = 2 * ROWS if spec.columnar else LANES
+        _fill(refs.dtable, rows, lambda at: refs.dtable_acc[at, :].astype(refs.dtable.dtype))
+    if hasattr(refs, "dbias_acc"):
+        _finish_bias(refs)
 
 
 def _finish_bias(refs):
@@ -336,12 +351,12 @@ class _Tile:
         refs, spec = self.refs, self.spec
         if spec.columnar:
             dtable_DK = self.dot(refs.weighted[:, c], s_KC, over=(1, 1))
-            refs.dtable[:, k] += dtable_DK[: spec.width]
+            _sums(refs)[:, k] += dtable_DK[: spec.width]
             if spec.folded:
                 refs.dbias[:, k] += dtable_DK[spec.padded : spec.padded + 1]
         else:
             dtable_KD = self.dot(s_KC, refs.weighted[c, :])
-            refs.dtable[k, :] += dtable_KD[:, : spec.width]
+            _sums(refs)[k, :] += dtable_KD[:, : spec.width]
             if spec.folded:
                 refs.dbias_acc[k, :] += dtable_KD[:, spec.width :]
         part_DC = self.dot(self.columns[:, k], s_KC)

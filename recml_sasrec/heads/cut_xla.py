@@ -34,6 +34,8 @@ def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile
         s_KT = s_KT.astype(h_DT.dtype)
         dtable_KD = jnp.matmul(s_KT, weighted_TD, preferred_element_type=jnp.float32)
         dh_DT = dh_DT + jnp.einsum("kd,kt->dt", rows_KD, s_KT, preferred_element_type=jnp.float32)
+        if rows_KD.dtype == jnp.bfloat16:
+            dtable_KD = dtable_KD.astype(jnp.bfloat16)
         return (sums, dh_DT), (dtable_KD, dbias_K)
 
     carry = (_zeros(tokens, with_loss, limits), jnp.zeros(h_DT.shape, jnp.float32))
