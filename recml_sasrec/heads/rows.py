@@ -1,8 +1,8 @@
 """Rows of an item table by id: read, or added to, without a second table in memory.
 
-On TPU XLA lays out a [V, D] array by columns where D is no multiple of 128 lanes, and copies all of it to rows, padded to
-128, before a gather or a scatter; after a scatter it copies it back. Here such a table is copied a chunk of items at a
-time, and each chunk meets its part of the sorted ids.
+On TPU XLA lays out a [V, D] array by columns where D is no multiple of 128 lanes, and copies all of it to rows, padded
+to 128, before a gather or a scatter; after a scatter it copies it back. Here such a table is copied a chunk of items at
+a time, and each chunk meets its part of the sorted ids.
 """
 
 from collections.abc import Callable

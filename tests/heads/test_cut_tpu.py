@@ -18,10 +18,11 @@ TILE = {"tile": 128, "token_tile": 128}
 
 
 @contextlib.contextmanager
-def interpreter():
-    """Runs Pallas TPU kernels on the host as a TPU would run them; fails on a race."""
+def interpreter(cores=1):
+    """Runs Pallas TPU kernels on the host as a TPU of so many cores a device would run them; fails on a race."""
     pltpu.reset_tpu_interpret_mode_state()
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores)
+    with pltpu.force_tpu_interpret_mode(params):
         yield
     assert not interpret_pallas_call.races.races_found
 
@@ -48,7 +49,7 @@ def check(arguments, chip="v6e", threshold=0.0, tolerance=1e-4, **overrides):
     shape = (h_TD.shape[0], *table_VD.shape, h_TD.dtype.itemsize, tiles.CHIPS[chip])
     plan = tiles.plan(*shape, **(TILE | overrides))
     forward = tiles.plan(*shape, gradients=False, **(TILE | {k: v for k, v in overrides.items() if k != "dh"}))
-    with interpreter():
+    with interpreter(plan.cores):
         results = cut_tpu.sweep(*arguments, threshold=threshold, tile=None, plan=plan)
         loss_T, above_T = cut_tpu.forward_sweep(h_TD, table_VD, bias_V, threshold=threshold, tile=None, plan=forward)
     expected = wanted(*arguments, threshold)
@@ -73,7 +74,7 @@ def test_every_chip_s_plan_and_way_to_accumulate_dh_agree_with_float64_on_ragged
     block = {"block": 128} if dh == "blocks" else {}
     plan = check(background(*SHAPES[dh]), chip, dh=dh, **block)
     assert plan.dh == dh and plan.blocks == (2 if block else 1)
-    assert (plan.chip, plan.mxu_width) == (chip, tiles.CHIPS[chip].mxu_width)
+    assert (plan.chip, plan.mxu_width, plan.cores) == (chip, tiles.CHIPS[chip].mxu_width, tiles.CHIPS[chip].cores)
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
