@@ -39,19 +39,16 @@ even where the weight is 0. The functions are traced under jit, vmap (of everyth
 """
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
-from recml_sasrec.heads import cut_xla, ranks, rows
+from recml_sasrec.heads import cut_tpu, cut_xla, ranks, rows
 
 Reduction = Literal["token_mean", "mean", "sum", "none"]
 Implementation = Literal["auto", "xla", "pallas_tpu"]
-_TPU_MODULE = "recml_sasrec.heads.cut_tpu"
 
 
 class Options(NamedTuple):
@@ -330,17 +327,19 @@ def _dispatch(name: str, options: Options, h_TD, table_VD, bias_V, weight_T, ref
     weights = () if weight_T is None else (weight_T,)
     arguments = (h_TD, table_VD, bias_V, *weights, reference_T)
     xla = functools.partial(getattr(cut_xla, name), **keywords)
+    wide = cut_xla.default_tile(h_TD.shape[0], cut_xla.GPU_LOGITS)
+    gpu = xla if options.tile else functools.partial(xla, tile=wide)
+    # jax.devices() would mislead a compilation for another platform than the host's.
+    platforms = {"cuda": gpu, "rocm": gpu, "default": xla}
     if options.implementation == "xla":
-        return xla(*arguments)
-    tpu_module = importlib.import_module(_TPU_MODULE) if importlib.util.find_spec(_TPU_MODULE) else None
-    supported = tpu_module is not None and tpu_module.supports(h_TD, table_VD)
+        return jax.lax.platform_dependent(*arguments, **platforms)
+    supported = cut_tpu.supports(h_TD, table_VD)
     if options.implementation == "pallas_tpu" and not supported:
         shapes = f"hidden {h_TD.dtype}{list(h_TD.shape)} and table {list(table_VD.shape)}"
         raise ValueError(f"the Pallas TPU kernel does not support {shapes}; implementation='xla' does")
-    if not supported:
-        return xla(*arguments)
-    tpu = functools.partial(getattr(tpu_module, name), **keywords)
+    tpu = functools.partial(getattr(cut_tpu, name), **keywords)
     if options.implementation == "pallas_tpu":
         return tpu(*arguments)
-    # jax.devices() would mislead a compilation for another platform than the host's.
-    return jax.lax.platform_dependent(*arguments, tpu=tpu, default=xla)
+    if supported:
+        platforms["tpu"] = tpu
+    return jax.lax.platform_dependent(*arguments, **platforms)

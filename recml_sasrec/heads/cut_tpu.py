@@ -251,7 +251,8 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     table, table_block = table_VD.T if spec.columnar else table_VD, of_items(not spec.columnar, spec.width)
 
     inputs = {"table": (table, table_block), "hidden_t": (extended_CD.T, of_tokens(spec.padded + extension))}
-    outputs, scratch = {}, {}
+    outputs: dict = {}
+    scratch: dict = {}
     if spec.columnar or spec.copied or spec.folded:
         scratch["rows"] = pltpu.VMEM((plan.items, spec.padded + extension), dtype)
     if spec.copied or (spec.gradients and not spec.columnar):
@@ -286,7 +287,8 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     outputs["dh_t"] = ((spec.cores, spec.padded, plan.block), f32, anywhere)
     outputs["dtable"] = (table.shape, dtype if spec.rounded else f32, table_block)
     if spec.rounded:
-        scratch["dtable_acc"] = pltpu.VMEM(table_block.block_shape, f32)
+        tile = (spec.width, plan.items) if spec.columnar else (plan.items, spec.width)
+        scratch["dtable_acc"] = pltpu.VMEM(tile, f32)
     if plan.dh == "hbm":
         scratch["dh_acc"] = pltpu.VMEM((2, spec.padded, plan.tokens), f32)
         scratch["semaphores"] = pltpu.SemaphoreType.DMA((2, 2))

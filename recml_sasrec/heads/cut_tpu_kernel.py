@@ -97,7 +97,7 @@ class _Place(NamedTuple):
     t: Any  # tile of the tokens
     step: Any  # the core's
     steps: Any  # the core's last step + 1
-    tokens: int  # tiles of the tokens
+    tokens: Any  # tiles of the tokens
 
     @classmethod
     def now(cls, spec: Spec) -> "_Place":
