@@ -74,7 +74,7 @@ def locate(data: DataConfig) -> str:
     there = sorted(glob.glob("*/*/*.parquet", root_dir=path)) or sorted(os.listdir(path))
     raise DataError(
         f"directory {path!r} has no {name!r}, only {', '.join(there[:12]) or 'nothing'}{', ...' * (len(there) > 12)}; "
-        "choose with config.data.yambda_format, yambda_size and yambda_event, or empty config.data.path to fetch it"
+        "choose with config.data.yambda_format, yambda_size and yambda_event, or unset config.data.path to fetch it"
     )
 
 
@@ -123,13 +123,13 @@ def _newest(name: str, revision: str, cached: str | None) -> str:
             f"{name!r} of {REPO!r} at {revision!r} has sha256 {announced} but the published file has {published}; set "
             "config.data.revision to a commit that has it, or download this one and give config.data.path the copy"
         )
+    blobs = os.path.join(_cache(), f"datasets--{REPO.replace('/', '--')}", "blobs")
+    _remove_leftovers(blobs, etag)
     current = _cached(name, commit)
     if current and current == cached:
         return current
-    blobs = os.path.join(_cache(), f"datasets--{REPO.replace('/', '--')}", "blobs")
     new = not current and not os.path.exists(os.path.join(blobs, etag))
     if new:
-        _remove_leftovers(blobs, etag)
         _check_room(name, size)
         log.info("fetching %s (%s bytes) of %s, commit %s", name, f"{size:,}", REPO, commit)
     try:
@@ -212,7 +212,7 @@ def _sentence(error: BaseException, name: str, revision: str) -> str:
     # the HTTP library is the client's choice (httpx, httpx2): its errors have the base of the client's own
     if isinstance(error, errors.HfHubHTTPError.__bases__[0]):
         return (
-            f"{name!r} of {REPO!r} is not complete in the cache {_cache()!r} and {constants.ENDPOINT} can't be reached "
+            f"{name!r} of {REPO!r} is not in the cache {_cache()!r} and {constants.ENDPOINT} can't be reached "
             f"({reason}); connect and start again, set HF_ENDPOINT to a mirror, {_OR_LOCAL}"
         )
     if isinstance(error, OSError) and error.errno:

@@ -85,7 +85,7 @@ def world(tmp_path_factory):
 
 
 def files_below(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(str(path) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
 
 
 def test_a_file_is_downloaded_once_and_then_comes_from_the_cache_with_or_without_the_hub(world):
@@ -94,6 +94,8 @@ def test_a_file_is_downloaded_once_and_then_comes_from_the_cache_with_or_without
     left = home / "hub/datasets--yandex--yambda/blobs" / f"{hashlib.sha256(content).hexdigest()}.deadbeef.incomplete"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"of a download that was killed")
+    live = left.with_name(left.name.replace("deadbeef", "beefbeef"))  # of a process that still downloads
+    live.write_bytes(b"")
     os.utime(left, (time.time() - 3600,) * 2)
 
     hub.requests.clear()
@@ -110,7 +112,7 @@ def test_a_file_is_downloaded_once_and_then_comes_from_the_cache_with_or_without
     assert Path(path).read_bytes() == content
     assert path.endswith(f"snapshots/{hub_server.COMMIT}/{DISLIKES}")
     assert [r.range for r in hub.gets(DISLIKES)] == [None]
-    assert not left.exists()
+    assert not left.exists() and live.exists()
 
     hub.requests.clear()
     assert online.fetch(DISLIKES)["path"] == path
@@ -134,6 +136,9 @@ def test_a_broken_connection_is_resumed_where_it_broke(world):
     assert len(content) > 11 << 20  # the client writes in pieces of 10 MB
     hub.drop_after[path] = 11 << 20
     answer = online.fetch(path)
+    if "error" in answer:  # the oldest clients resume in the next run
+        assert "start again" in answer["error"]
+        answer = online.fetch(path)
     assert Path(answer["path"]).read_bytes() == content
     assert [r.range for r in hub.gets(path)] == [None, f"bytes={10 << 20}-"]
 
@@ -143,11 +148,10 @@ def test_other_bytes_than_announced_are_refused_and_fetched_anew(world):
     path = "sequential/50m/undislikes.parquet"
     content = hub.files[path] = parquet(1_000)
     hub.sent[path] = content[:500] + bytes([content[500] ^ 1]) + content[501:]
-    before = files_below(home)
     error = online.fetch(path)["error"]
     assert f"sha256 {hashlib.sha256(hub.sent[path]).hexdigest()}, not {hashlib.sha256(content).hexdigest()}" in error
     assert "start again to download it anew" in error
-    assert not set(files_below(home)) - set(before) - {f"{hashlib.sha256(content).hexdigest()}.lock"}
+    assert not [entry for entry in files_below(home) if entry.endswith((path, hashlib.sha256(content).hexdigest()))]
     hub.sent[path] = content[:-100]  # cut short
     error = online.fetch(path)["error"]
     assert f"should be of size {len(content)} but has size {len(content) - 100}" in error and "start again" in error
@@ -212,7 +216,12 @@ def test_no_room_is_said_before_anything_is_written(world):
     del hub.announced[path]
     error = online.fetch(path, largest_file=100_000)["error"]  # as a disk that fills up meanwhile
     assert f"{path!r} can't be written to the cache" in error and "(File too large); free disk space" in error
-    assert not [name for name in files_below(home) if name.startswith(own[0]) and not name.endswith(".lock")]
+    # the oldest clients keep a part that they go on with
+    assert not [
+        entry
+        for entry in files_below(home)
+        if own[0] in entry and not entry.endswith((".lock", f"{own[0]}.incomplete"))
+    ]
     assert "path" in online.fetch(path)
 
 
