@@ -13,7 +13,11 @@ import logging
 import os
 import re
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -133,7 +137,8 @@ def _newest(name: str, revision: str, cached: str | None) -> str:
         _check_room(name, size)
         log.info("fetching %s (%s bytes) of %s, commit %s", name, f"{size:,}", REPO, commit)
     try:
-        path = hf_hub_download(REPO, name, repo_type="dataset", revision=revision)
+        with _clean_stop():
+            path = hf_hub_download(REPO, name, repo_type="dataset", revision=revision)
     except Exception as error:
         raise DataError(_sentence(error, name, revision)) from error
     if new and (wanted := published or announced):
@@ -142,6 +147,26 @@ def _newest(name: str, revision: str, cached: str | None) -> str:
         if found != wanted:
             raise DataError(f"the download of {name!r} has sha256 {found}, not {wanted}; {_discard(path)}")
     return path
+
+
+@contextlib.contextmanager
+def _clean_stop() -> Iterator[None]:
+    """A signal first unwinds the client, which then removes its part of a file, and only then has its usual effect."""
+    caught: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()  # only there signals can be handled
+    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 def _ask(name: str, revision: str, patient: bool) -> tuple[str, str, int]:

@@ -32,6 +32,8 @@ class Hub:
         self.announced: dict[str, tuple[str, int]] = {}  # path -> another (etag, size) than the file's own
         self.sent: dict[str, bytes] = {}  # path -> other bytes than the file's own
         self.drop_after: dict[str, int] = {}  # path -> bytes after which one connection breaks
+        self.stall_after: dict[str, int] = {}  # path -> bytes after which one connection waits for ``awake``
+        self.awake = threading.Event()
         self.refusals: list[int] = []  # statuses of the next requests to the hub
         self.tokens: dict[str, str] = {}  # path -> the token it needs
         self.requests: list[Request] = []
@@ -132,6 +134,10 @@ class _Cdn(_Handler):
             content = content[first:]
         else:
             self.answer(200, Content_Length=str(len(content)), Accept_Ranges="bytes")
+        if (end := self.hub.stall_after.pop(path, None)) is not None:
+            self.wfile.write(content[:end])
+            self.hub.awake.wait()
+            content = content[end:]
         if (end := self.hub.drop_after.pop(path, None)) is not None:
             content, self.close_connection = content[:end], True
         with contextlib.suppress(ConnectionError):  # the client may have gone

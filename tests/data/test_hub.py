@@ -1,11 +1,13 @@
 """Yambda's files from the hub: the real client, in processes of its own, against a hub on this machine."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,13 +52,29 @@ class Client:
             command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def fetch(self, path: str, **request) -> dict:
-        """{"path": of the local file} or {"error": a sentence}, and "seconds"."""
+    def twin(self) -> "Client":
+        """Another process of the same environment."""
+        other = copy.copy(self)
+        vars(other).pop("_process", None)
+        return other
+
+    def ask(self, path: str, **request) -> None:
         format, size, name = path.split("/")
         request = {"kind": "fetch", "size": size, "format": format, "event": name.split(".")[0], **request}
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
+
+    def stop(self, number: int) -> int:
+        """Sends a signal; returns the exit status."""
+        self._process.send_signal(number)
+        self._process.communicate()
+        return self._process.returncode
+
+    def fetch(self, path: str, **request) -> dict:
+        """{"path": of the local file} or {"error": a sentence}, and "seconds"."""
+        self.ask(path, **request)
+        assert self._process.stdout
         answer = json.loads(self._process.stdout.readline())
         assert "crash" not in answer, answer["crash"]
         if "error" in answer:
@@ -141,6 +159,25 @@ def test_a_broken_connection_is_resumed_where_it_broke(world):
         answer = online.fetch(path)
     assert Path(answer["path"]).read_bytes() == content
     assert [r.range for r in hub.gets(path)] == [None, f"bytes={10 << 20}-"]
+
+
+def test_a_stopped_download_leaves_nothing_behind(world):
+    hub, home, online, *_ = world
+    path = "flat/500m/undislikes.parquet"
+    content = hub.files[path] = parquet(1_100_000)
+    hub.stall_after[path] = 11 << 20
+    client = online.twin()
+    client.ask(path)
+    parts = f"hub/datasets--yandex--yambda/blobs/{hashlib.sha256(content).hexdigest()}*.incomplete"
+    deadline = time.monotonic() + 30
+    while not any(part.stat().st_size for part in home.glob(parts)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert client.stop(signal.SIGTERM) == -signal.SIGTERM
+    hub.awake.set()
+    # the oldest clients keep their part SHA256.incomplete, and go on with it
+    assert not [part for part in home.glob(parts) if part.name.count(".") > 1]
+    assert Path(online.fetch(path)["path"]).read_bytes() == content
 
 
 def test_other_bytes_than_announced_are_refused_and_fetched_anew(world):
