@@ -117,6 +117,14 @@ class TrainConfig:
 
 
 @dataclass(slots=True)
+class MeshConfig:
+    """Devices: ``data`` x ``items`` of them; 0: what the other leaves, or both chosen by the bytes they'd move."""
+
+    data: int = 0  # groups, each with a part of the batch
+    items: int = 0  # shards of the item table, its gradient and its moments
+
+
+@dataclass(slots=True)
 class CheckpointConfig:
     every: int = 500  # steps
     keep: int = 2  # newest; the best one is kept besides
@@ -145,6 +153,7 @@ class Config:
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -179,7 +188,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "data.horizon data.stride data.min_played_ratio split.test_start split.test_length split.validation_length "
     "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps "
-    "optimizer.weight_decay optimizer.clip_norm train.seed evaluation.every evaluation.patience"
+    "optimizer.weight_decay optimizer.clip_norm train.seed mesh.data mesh.items evaluation.every evaluation.patience"
 ).split()
 POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
 UNIT_INTERVAL = "optimizer.final_fraction".split()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import jax
 
-from recml_sasrec import sharding
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.heads import counts as confusion
 from recml_sasrec.run import Run
@@ -31,7 +30,7 @@ class Meter:
         self.run, self.log = run, run_log
         self._logged = step
         self._taken: tuple[int, Metrics] | None = None
-        self._fresh = jax.jit(Metrics.zeros, out_shardings=sharding.replicated(run.mesh))
+        self._fresh = jax.jit(Metrics.zeros, out_shardings=run.layout.replicated)
         self._start, self._waited = time.perf_counter(), 0.0
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ that a position's output depends on nothing but its own history.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,6 +59,11 @@ class Block(nnx.Module):
         return self.mlp_out(activation(self.mlp_in(x_BND)))
 
 
+def take_rows(table_VD: jax.Array, items: jax.Array) -> jax.Array:
+    """[..., D] rows of a table that is not split."""
+    return table_VD[items]
+
+
 class SASRec(nnx.Module):
     """A batch's histories to hidden states; item scores are ``hidden @ item_table.T + item_bias``.
 
@@ -67,16 +73,25 @@ class SASRec(nnx.Module):
         config: width, blocks, heads and variants.
         mean_positives: mean number of targets of a training position; the item bias starts at its prior log-odds.
         rngs: of the initialisation.
+        table_rows: rows of the item table, V if 0; those beyond V are no items.
     """
 
-    def __init__(self, num_items: int, length: int, config: ModelConfig, mean_positives: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        num_items: int,
+        length: int,
+        config: ModelConfig,
+        mean_positives: float,
+        rngs: nnx.Rngs,
+        table_rows: int = 0,
+    ):
         self.config = config
         init = nnx.initializers.normal(INIT_STDDEV)
-        dtype = jnp.dtype(config.dtype)
-        self.item_table = nnx.Param(init(rngs.params(), (num_items, config.width), jnp.float32))
+        dtype, rows = jnp.dtype(config.dtype), table_rows or num_items
+        self.item_table = nnx.Param(init(rngs.params(), (rows, config.width), jnp.float32))
         self.position_table = nnx.Param(init(rngs.params(), (length, config.width), jnp.float32))
         if config.item_bias:
-            self.item_bias = nnx.Param(jnp.full((num_items,), prior_log_odds(mean_positives, num_items)))
+            self.item_bias = nnx.Param(jnp.full((rows,), prior_log_odds(mean_positives, num_items)))
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.blocks)])
         # pre-norm blocks leave their sum unnormalised; post-norm ones expect a normalised input
         self.norm = nnx.LayerNorm(config.width, dtype=dtype, rngs=rngs)
@@ -87,13 +102,17 @@ class SASRec(nnx.Module):
         positions_BN: jax.Array,
         segment_ids_BN: jax.Array,
         dropout_key: jax.Array | None = None,
+        lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows,
     ) -> jax.Array:
-        """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped."""
+        """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped.
+
+        ``lookup(item_table, items_BN)`` gives the items' rows [B, N, D].
+        """
         config = self.config
         keys = [None] * (config.blocks + 1)
         if dropout_key is not None and config.dropout:
             keys = list(jax.random.split(dropout_key, config.blocks + 1))
-        x_BND = self.item_table[...][items_BN] + self.position_table[...][positions_BN]
+        x_BND = lookup(self.item_table[...], items_BN) + self.position_table[...][positions_BN]
         x_BND = x_BND.astype(config.dtype)
         if config.norm == "post":
             x_BND = self.norm(x_BND)

@@ -20,6 +20,7 @@ from recml_sasrec.data.loader import Data
 from recml_sasrec.preemption import Interrupted, StopRequest
 from recml_sasrec.ranking import evaluation
 from recml_sasrec.ranking.evaluation import Which
+from recml_sasrec.ranking.shards import top_k_over
 from recml_sasrec.step import Params, TrainState, init_state, make_encoder, make_model, make_train_step
 from recml_sasrec.writers import RunLog
 
@@ -43,18 +44,22 @@ class Run:
 
     def __init__(self, config: Config, data: Data):
         self.config, self.data = config, data
-        self.mesh = sharding.make_mesh()
-        self.row_sharding = sharding.by_row(self.mesh, config.train.batch_size)
+        self.layout = sharding.make_layout(config, data.store.num_items)
         self.mean_positives = data.mean_positives(config)
-        self.graphdef, self._init_model = make_model(config, data.store.num_items, self.mean_positives)
+        self.graphdef, self._init_model = make_model(
+            config, data.store.num_items, self.mean_positives, self.layout.table_rows
+        )
         self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
         self.schedule = optim.make_schedule(config.optimizer, config.train.steps)
-        replicated = sharding.replicated(self.mesh)
-        self.init = jax.jit(lambda: init_state(self._init_model, self.optimizer), out_shardings=replicated)
+        init = lambda: init_state(self._init_model, self.optimizer)  # noqa: E731
+        abstract = jax.eval_shape(init)
+        self.shardings: TrainState = self.layout.of(abstract)
+        self.init = jax.jit(init, out_shardings=self.shardings)
         self.abstract_state: TrainState = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(self.init)
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, self.shardings
         )
-        self._encode = jax.jit(make_encoder(self.graphdef))
+        self._encode = jax.jit(make_encoder(self.graphdef, self.layout), out_shardings=self.layout.replicated)
+        self._top_k = top_k_over(self.layout)
 
     def overview(self) -> str:
         """The data and the model in three lines."""
@@ -75,7 +80,7 @@ class Run:
         batches = self.data.train_batches(self.config, start_step)
         try:
             for batch in batches:
-                yield jax.device_put(batch, self.row_sharding)
+                yield jax.device_put(batch, self.layout.rows)
         finally:
             batches.close()
 
@@ -83,22 +88,22 @@ class Run:
         """The train step, compiled once, ahead of the loop; says what memory it needs and stops where it can't fit."""
         config, B, N = self.config, self.config.train.batch_size, self.config.data.length
         shapes = [((B, N), np.int32)] * 3 + [((B, N, config.data.targets), np.int32), ((B, N), np.float32)]
-        abstract: Any = [jax.ShapeDtypeStruct(*shape, sharding=self.row_sharding) for shape in shapes]
+        abstract: Any = [jax.ShapeDtypeStruct(*shape, sharding=self.layout.rows) for shape in shapes]
         batch = Batch(*abstract)
         step = jax.jit(
-            make_train_step(config, self.graphdef, self.optimizer),
+            make_train_step(config, self.graphdef, self.optimizer, self.layout),
             donate_argnums=0,
-            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state),
+            out_shardings=self.shardings,
         )
         start = time.perf_counter()
         compiled = step.lower(self.abstract_state, batch).compile()
-        device = self.mesh.devices.flat[0]
+        device = self.layout.mesh.devices.flat[0]
         needed, words = memory.describe(compiled)
         limit = memory.device_limit(device)
         has = memory.size(limit) if limit else "an unknown amount"
         log.info(
             "step: compiled in %.1f s for %d x %s; needs %s a device, which has %s",
-            time.perf_counter() - start, self.mesh.size, device.device_kind, words, has,
+            time.perf_counter() - start, self.layout.mesh.size, device.device_kind, words, has,
         )  # fmt: skip
         memory.check_fits(needed, words, limit, config.head.name)
         return compiled
@@ -160,6 +165,7 @@ class Run:
             params.get("item_bias"),
             which,
             should_stop=lambda: bool(stop),
+            top_k=self._top_k,
         )
 
     def final_evaluation(

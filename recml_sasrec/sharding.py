@@ -1,29 +1,120 @@
-"""Where arrays live: one mesh axis over all devices, rows of a batch split over it, the state replicated."""
+"""Where arrays live: a mesh of ``data`` x ``items``, the item table and all that has its rows split over ``items``.
+
+Rows of a batch are split over both axes where they divide, so that no device repeats another's work; what is not named
+here is replicated. The numbers of a run are the same on any mesh, up to the rounding of sums.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from recml_sasrec.config import ConfigError
+from recml_sasrec import heads
+from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.heads.placement import DATA, ITEMS
+
+log = logging.getLogger("recml_sasrec")
+
+# Leaves of the state by the names on their path, params and moments alike: the first match decides.
+RULES = (("item_table", P(ITEMS, None)), ("item_bias", P(ITEMS)))
 
 
-def make_mesh() -> Mesh:
-    """A mesh with the axis ``data`` over all devices."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+@dataclass(frozen=True)
+class Layout:
+    """A run's mesh and what lies where on it."""
+
+    mesh: Mesh
+    num_items: int  # V
+    placement: heads.Placement | None  # of the head's arguments; None on one device
+
+    @property
+    def table_rows(self) -> int:
+        """V rounded up to the ``items`` axis; the rows beyond V are no items."""
+        shards = self.mesh.shape[ITEMS]
+        return -(-self.num_items // shards) * shards
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Of the arrays of a batch."""
+        return NamedSharding(self.mesh, P(self.placement.tokens) if self.placement else P())
+
+    def of(self, tree: Any) -> Any:
+        """The sharding of each leaf of a state, or of a part of it that starts at a name."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(self.mesh, _spec(path, leaf)), tree)
+
+    def of_rows(self, rows: int) -> "Layout":
+        """The same for batches of so many rows, which may not divide among the devices."""
+        return self if self.placement is None else replace(self, placement=self.placement.for_rows(rows))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Of what is split over groups of devices, but not inside them."""
+        return tuple(axis for axis in self.placement.tokens if axis == DATA) if self.placement else ()
+
+    def lookup(self, table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+        """[..., D] rows of the item table."""
+        return table_VD[ids] if self.placement is None else heads.lookup(table_VD, ids, self.placement)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+def _spec(path: tuple, leaf: Any) -> P:
+    names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+    return next((spec for name, spec in RULES if name in names and leaf.ndim == len(spec)), P())
 
 
-def by_row(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Rows of a batch over the devices.
+def make_layout(config: Config, num_items: int) -> Layout:
+    """The layout of ``config.mesh`` over all devices.
 
     Raises:
-        ConfigError: the rows don't divide among the devices.
+        ConfigError: a mesh that does not multiply to the devices, or rows that don't divide among them.
     """
-    if batch_size % mesh.size:
+    devices = jax.device_count()
+    tokens = config.train.batch_size // config.train.accumulate * config.data.length
+    data, items = config.mesh.data, config.mesh.items
+    chosen = not data and not items
+    if chosen:
+        items = devices if _prefers_shards(num_items, tokens) else 1
+    data, items = data or max(devices // items, 1), items or max(devices // max(data, 1), 1)
+    if data * items != devices:
         raise ConfigError(
-            f"config.train.batch_size={batch_size} is not a multiple of the {mesh.size} devices; "
-            f"the nearest is {max(1, round(batch_size / mesh.size)) * mesh.size}"
+            f"config.mesh.data={data} times config.mesh.items={items} is {data * items}, but there are {devices} "
+            f"devices; let both be 0 to have them chosen, or one of them for what the other leaves"
         )
-    return NamedSharding(mesh, PartitionSpec("data"))
+    mesh = jax.make_mesh((data, items), (DATA, ITEMS), axis_types=(AxisType.Auto,) * 2)
+    if devices == 1:
+        return Layout(mesh, num_items, None)
+    rows = config.train.batch_size // config.train.accumulate
+    if rows % data:
+        raise ConfigError(
+            f"config.train.batch_size={config.train.batch_size}, in {config.train.accumulate} parts, is not a multiple "
+            f"of the {data} devices of config.mesh.data; the nearest is "
+            f"{max(1, round(rows / data)) * data * config.train.accumulate}"
+        )
+    placement = heads.Placement(mesh).for_rows(rows)
+    placement = placement._replace(gather=_gathers(num_items, tokens // data, placement.tokens))
+    log.info(
+        "mesh: %d data x %d items%s; %s of a step's positions",
+        data, items, " (chosen)" if chosen else "",
+        "the head gathers the table, smaller than the hidden states" if placement.gather == "table"
+        else "the head gathers the hidden states, smaller than the table",
+    )  # fmt: skip
+    return Layout(mesh, num_items, placement)
+
+
+def _prefers_shards(num_items: int, tokens: int) -> bool:
+    """Whether splitting the table moves fewer bytes a step than reducing its gradient over copies of it.
+
+    Copies: 2 V D numbers (an all-reduce). Shards: 4 T D, hidden states and looked-up rows, there and back.
+    """
+    return 2 * num_items > 4 * tokens
+
+
+def _gathers(num_items: int, group_tokens: int, axes: tuple[str, ...]) -> Literal["hidden", "table"]:
+    """What moves fewer bytes in the head: hidden states and their gradient, or the table and its own."""
+    return "table" if ITEMS in axes and num_items < group_tokens else "hidden"

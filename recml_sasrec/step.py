@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 from recml_sasrec import heads
 from recml_sasrec.config import Config, HeadConfig
 from recml_sasrec.data.batch import Batch, QueryBatch
-from recml_sasrec.model import SASRec, abstract
+from recml_sasrec.model import SASRec, abstract, take_rows
+from recml_sasrec.sharding import Layout
 
 Params = dict[str, Any]
 
@@ -52,12 +53,14 @@ class TrainState(NamedTuple):
     metrics: Metrics
 
 
-def make_model(config: Config, num_items: int, mean_positives: float) -> tuple[nnx.GraphDef, Callable[[], SASRec]]:
+def make_model(
+    config: Config, num_items: int, mean_positives: float, table_rows: int = 0
+) -> tuple[nnx.GraphDef, Callable[[], SASRec]]:
     """The model's graph definition and the function that initialises it from the run's seed."""
 
     def init() -> SASRec:
         rngs = nnx.Rngs(config.train.seed)
-        return SASRec(num_items, config.data.length, config.model, mean_positives, rngs)
+        return SASRec(num_items, config.data.length, config.model, mean_positives, rngs, table_rows)
 
     return abstract(init)[0], init
 
@@ -80,6 +83,7 @@ def head_loss(
     targets: ArrayLike,
     weights: ArrayLike,
     key: jax.Array,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, tuple[heads.Counts, heads.RankSums]]:
     """The configured head's loss, and its counts and ranks; zeros where it has no ranks."""
     table = params["item_table"].astype(hidden.dtype)
@@ -88,6 +92,8 @@ def head_loss(
         "threshold": config.threshold,
         "reduction": config.reduction,
     }
+    if layout is not None:
+        options |= {"num_items": layout.num_items, "placement": layout.placement}
     if config.name == "cut_bce":
         options |= {"tile": config.tile or None}
     if config.name == "sampled_bce":
@@ -105,16 +111,17 @@ def head_loss(
 
 
 def make_train_step(
-    config: Config, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
+    config: Config, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: Layout | None = None
 ) -> Callable[[TrainState, Batch], TrainState]:
-    """The step to compile; donate its state."""
+    """The step to compile, for one device or a layout; donate its state."""
     parts = config.train.accumulate
+    lookup = take_rows if layout is None else layout.lookup
 
     def micro_loss(params: Params, batch: Batch, key: jax.Array, share: jax.Array | float):
         dropout_key, head_key = jax.random.split(key)
         model = nnx.merge(graphdef, params)
-        hidden = model(batch.items, batch.positions, batch.segment_ids, dropout_key)
-        loss, stats = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key)
+        hidden = model(batch.items, batch.positions, batch.segment_ids, dropout_key, lookup)
+        loss, stats = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key, layout)
         return loss * share, stats
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
@@ -165,12 +172,13 @@ def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, parts: in
     return (loss, stats), grads
 
 
-def make_encoder(graphdef: nnx.GraphDef) -> Callable[[Params, QueryBatch], jax.Array]:
+def make_encoder(graphdef: nnx.GraphDef, layout: Layout | None = None) -> Callable[[Params, QueryBatch], jax.Array]:
     """(params, query batch) -> float32 hidden [Q, D] of each query's last event, without dropout."""
 
     def encode(params: Params, queries: QueryBatch) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden = model(queries.items, queries.positions, queries.segment_ids)
+        lookup = take_rows if layout is None else layout.of_rows(queries.items.shape[0]).lookup
+        hidden = model(queries.items, queries.positions, queries.segment_ids, lookup=lookup)
         return hidden[queries.rows, queries.columns].astype(jnp.float32)
 
     return encode

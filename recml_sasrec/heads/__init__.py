@@ -3,6 +3,7 @@
 from recml_sasrec.heads.counts import Count, Counts, accuracy, add, f_beta, precision, recall
 from recml_sasrec.heads.cut import cut_bce
 from recml_sasrec.heads.dense import dense_bce
+from recml_sasrec.heads.placement import Placement, lookup
 from recml_sasrec.heads.ranks import RankSums
 from recml_sasrec.heads.recml import cut_binary_cross_entropy
 from recml_sasrec.heads.sampled import sampled_bce
@@ -10,6 +11,7 @@ from recml_sasrec.heads.sampled import sampled_bce
 __all__ = [
     "Count",
     "Counts",
+    "Placement",
     "RankSums",
     "accuracy",
     "add",
@@ -17,6 +19,7 @@ __all__ = [
     "cut_binary_cross_entropy",
     "dense_bce",
     "f_beta",
+    "lookup",
     "precision",
     "recall",
     "sampled_bce",

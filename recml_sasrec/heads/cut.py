@@ -46,9 +46,11 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads import cut_tpu, cut_xla, ranks, rows
+from recml_sasrec.heads.placement import Placement, over_shards
 
 Reduction = Literal["token_mean", "mean", "sum", "none"]
 Implementation = Literal["auto", "xla", "pallas_tpu"]
+_NO_ITEM = -1e30
 
 
 class Options(NamedTuple):
@@ -60,6 +62,7 @@ class Options(NamedTuple):
     implementation: str
     loss: bool
     ranks: bool
+    placement: Placement | None = None
 
 
 def cut_bce(
@@ -78,6 +81,8 @@ def cut_bce(
     with_loss: bool = True,
     tile: int | None = None,
     implementation: Implementation = "auto",
+    num_items: int | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Any, ...]:
     """Multi-label BCE of every token against the whole catalogue, in one sweep (CutBCE, arXiv 2610.05559).
 
@@ -98,6 +103,8 @@ def cut_bce(
         are those of the loss, but for that by ``weights``, which is 0 as well.
       tile: items of a tile; None: chosen for the device. The result does not depend on it, up to rounding.
       implementation: "auto" takes the Pallas kernel where the program is lowered for a TPU, XLA elsewhere.
+      num_items: V, where the table is padded by rows that are no items; None: it is not.
+      placement: where the arguments lie on a mesh; None: on one device. The numbers are the same.
 
     Returns:
       (loss, counts): float32 scalar, or [...] for "none"; counts over the tokens of positive weight. With ranks
@@ -113,17 +120,18 @@ def cut_bce(
         raise ValueError(f"implementation must be 'auto', 'xla' or 'pallas_tpu', got {implementation!r}")
     if tile is not None and tile < 1:
         raise ValueError(f"tile must be at least 1 item, got {tile}; None lets it be chosen")
+    targets, bias, items = without_padding(targets, bias, table.shape[0], num_items)
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
     limit = float(threshold) if with_counts else None
-    options = Options(float(positive_weight), limit, tile, implementation, with_loss, with_ranks)
+    options = Options(float(positive_weight), limit, tile, implementation, with_loss, with_ranks, placement)
     op = token_losses if reduction == "none" else weighted_sum
-    scale = normaliser(weight_T, reduction, table.shape[0])
+    scale = normaliser(weight_T, reduction, items)
     # Within the weights the scale costs nothing; after the sweep it is a pass over the table's gradient and a second
     # one in memory. But float16 has no digits left for hidden states divided by thousands of tokens.
     before, after = (1.0, scale) if h_TD.dtype == jnp.float16 else (scale, 1.0)
     loss, stats, rank_T = op(h_TD, table, bias, targets_TL, weight_T * before, options)
     loss = (loss * after).reshape(shape if reduction == "none" else ())
-    counts = counting.from_tokens(stats, weight_T, table.shape[0]) if with_counts else None
+    counts = counting.from_tokens(stats, weight_T, items) if with_counts else None
     return (loss, counts, rank_T.reshape(shape)) if with_ranks else (loss, counts)
 
 
@@ -145,6 +153,17 @@ def check_shapes(hidden, table, targets, bias, weights, reduction) -> tuple[int,
     if reduction not in ("token_mean", "mean", "sum", "none"):
         raise ValueError(f"reduction must be 'token_mean', 'mean', 'sum' or 'none', got {reduction!r}")
     return shape
+
+
+def without_padding(targets, bias, rows: int, num_items: int | None):
+    """(targets, bias, V) of a table of so many rows: those from ``num_items`` on get a bias that no logit survives."""
+    if num_items is None or num_items == rows:
+        return targets, bias, rows
+    if not 0 < num_items < rows:
+        raise ValueError(f"num_items must be 1 to {rows}, the rows of the table, got {num_items}")
+    bias = jnp.zeros(rows) if bias is None else bias.astype(jnp.float32)
+    bias = jnp.where(jnp.arange(rows) < num_items, bias, _NO_ITEM)
+    return jnp.where(targets < num_items, targets, -1), bias, num_items
 
 
 def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -213,36 +232,53 @@ def _sparse(h_TD, table_VD, bias_V, targets_TL, positive_weight) -> _Sparse:
     return _Sparse(ids_TL, mask_TL, rows_TLD, z_TL, loss_T, jnp.where(mask_TL, slope_TL, 0))
 
 
-def _stats(sparse: _Sparse, above_T, threshold):
-    """Per token, int32: positives above the threshold, items above it, positives."""
-    if threshold is None:
-        return None
-    true_T = (sparse.mask_TL & (sparse.logits_TL > threshold)).sum(1, dtype=jnp.int32)
-    return true_T, above_T, sparse.mask_TL.sum(1, dtype=jnp.int32)
-
-
 def _reference(sparse: _Sparse, h_TD, bias_V, options: Options):
     if not options.ranks:
         return None
     bias_TL = None if bias_V is None else bias_V.at[sparse.ids_TL].get(mode="fill", fill_value=0)
-    return ranks.reference(h_TD, sparse.rows_TLD, bias_TL, sparse.mask_TL)
+    reference_T = ranks.reference(h_TD, sparse.rows_TLD, bias_TL, sparse.mask_TL)
+    return reference_T if options.placement is None else options.placement.best(reference_T)
 
 
 def _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
-    """(loss_T, stats, rank_T) by the forward-only sweep, or none at all if it has nothing to give."""
+    """(loss_T, stats, rank_T) by the forward-only sweep."""
+    local = functools.partial(_forward_shard, options=options)
     h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+    sums, _ = over_shards(local, options.placement, h_TD, table_VD, bias_V, targets_TL, weight_T)
+    return _outputs(sums, weight_T, options)
+
+
+def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
+    """(loss_T, stats, rank_T), (dh, dtable, dbias): gradients of sum_t w_t loss_t, in the dtypes of the sweep's."""
+    local = functools.partial(_sweep_shard, options=options)
+    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+    sums, gradients = over_shards(local, options.placement, h_TD, table_VD, bias_V, targets_TL, weight_T)
+    return _outputs(sums, weight_T, options), gradients
+
+
+class _Sums(NamedTuple):
+    """Per token [T], what adds up over the shards of a table; None where it was not asked for."""
+
+    loss_T: jax.Array | None
+    true_T: jax.Array  # int32, positives above the threshold, 0 without one
+    above_T: jax.Array | None
+    positives_T: jax.Array  # int32
+    better_T: jax.Array | None
+
+
+def _forward_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
+    """(_Sums, None) of a shard of the table, by the forward-only sweep, or none at all if it has nothing to give."""
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
     reference_T = _reference(sparse, h_TD, bias_V, options)
     loss_T = above_T = None
     better = ()
     if options.loss or options.threshold is not None or options.ranks:
         loss_T, above_T, *better = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V, None, reference_T)
-    return _outputs(sparse, loss_T, above_T, better, weight_T, options)
+    return _sums(sparse, loss_T, above_T, better, options), None
 
 
-def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
-    """(loss_T, stats, rank_T), (dh, dtable, dbias): gradients of sum_t w_t loss_t, in the dtypes of the sweep's."""
-    h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
+def _sweep_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
+    """(_Sums, (dh, dtable, dbias)) of a shard of the table."""
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
     reference_T = _reference(sparse, h_TD, bias_V, options)
     results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T)
@@ -253,14 +289,27 @@ def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options
     dtable_VD = rows.add(dtable_VD, sparse.ids_TL, updates_TLD)
     if bias_V is not None:
         dbias_V = dbias_V.at[sparse.ids_TL].add(slope_TL, mode="drop")
-    return _outputs(sparse, loss_T, above_T, better, weight_T, options), (dh_TD, dtable_VD, dbias_V)
+    return _sums(sparse, loss_T, above_T, better, options), (dh_TD, dtable_VD, dbias_V)
 
 
-def _outputs(sparse: _Sparse, loss_T, above_T, better, weight_T, options: Options):
-    """(loss_T, stats, rank_T) of a sweep with its positives: loss 0, stats None or ranks None if not asked for."""
-    loss_T = loss_T + sparse.loss_T if options.loss else jnp.zeros_like(sparse.loss_T)
-    rank_T = ranks.from_better(better[0], sparse.mask_TL, weight_T) if options.ranks else None
-    return loss_T, _stats(sparse, above_T, options.threshold), rank_T
+def _sums(sparse: _Sparse, loss_T, above_T, better, options: Options) -> _Sums:
+    above_TL = False if options.threshold is None else sparse.logits_TL > options.threshold
+    return _Sums(
+        loss_T=loss_T + sparse.loss_T if options.loss else None,
+        true_T=(sparse.mask_TL & above_TL).sum(1, dtype=jnp.int32),
+        above_T=above_T,
+        positives_T=sparse.mask_TL.sum(1, dtype=jnp.int32),
+        better_T=better[0] if options.ranks else None,
+    )
+
+
+def _outputs(sums: _Sums, weight_T, options: Options):
+    """(loss_T, stats, rank_T): loss 0, stats None or ranks None if not asked for; stats as for ``counts.by_token``."""
+    loss_T = sums.loss_T if options.loss else jnp.zeros(weight_T.shape)
+    stats = None if options.threshold is None else (sums.true_T, sums.above_T, sums.positives_T)
+    better_T = sums.better_T
+    rank_T = None if better_T is None else ranks.from_better(better_T, sums.positives_T > 0, weight_T)
+    return loss_T, stats, rank_T
 
 
 def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
@@ -271,7 +320,7 @@ def _cotangents(gradients, scale, h_TD, table_VD, bias_V):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def weighted_sum(h_TD, table_VD, bias_V, targets_TL, weight_T, options):
-    """(sum_t w_t loss_t, stats, rank_T) of flat arguments; see ``_stats`` and ``Options``."""
+    """(sum_t w_t loss_t, stats, rank_T) of flat arguments; see ``_outputs`` and ``Options``."""
     loss_T, stats, rank_T = _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options)
     return _dot_weights(weight_T, loss_T), stats, rank_T
 

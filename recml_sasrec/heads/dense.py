@@ -7,7 +7,16 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads import ranks
-from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
+from recml_sasrec.heads.cut import (
+    Reduction,
+    as_arrays,
+    check_shapes,
+    flatten,
+    normaliser,
+    positive_set,
+    without_padding,
+)
+from recml_sasrec.heads.placement import Placement
 
 
 def dense_bce(
@@ -23,6 +32,8 @@ def dense_bce(
     threshold: float = 0.0,
     with_counts: bool = True,
     with_ranks: bool = False,
+    num_items: int | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Any, ...]:
     """The numbers of :func:`recml_sasrec.heads.cut_bce`, from logits and multi-hot labels of [T, V] in memory.
 
@@ -31,13 +42,15 @@ def dense_bce(
     """
     hidden, table, targets, bias, weights = as_arrays(hidden, table, targets, bias, weights)
     shape = check_shapes(hidden, table, targets, bias, weights, reduction)
-    items = table.shape[0]
+    rows = table.shape[0]
+    targets, bias, items = without_padding(targets, bias, rows, num_items)
+    del placement  # the compiler splits what is written here
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
     dtype = jnp.promote_types(h_TD.dtype, table.dtype)
     logits_TV = jnp.einsum("td,vd->tv", h_TD.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         logits_TV += bias.astype(jnp.float32)
-    labels_TV = multi_hot(targets_TL, items)
+    labels_TV = multi_hot(targets_TL, rows)
 
     background_TV = jnp.maximum(logits_TV, 0) + jnp.log1p(jnp.exp(-jnp.abs(logits_TV)))
     if positive_weight == 1:
@@ -58,7 +71,7 @@ def dense_bce(
         return loss, counts
     best_T1 = jnp.where(positive_TV, logits_TV, -jnp.inf).max(1, keepdims=True)
     better_T = (logits_TV > best_T1).sum(1, dtype=jnp.int32)
-    return loss, counts, ranks.from_better(better_T, positive_TV, weight_T).reshape(shape)
+    return loss, counts, ranks.from_better(better_T, positive_TV.any(1), weight_T).reshape(shape)
 
 
 def multi_hot(targets_TL: jax.Array, items: int) -> jax.Array:

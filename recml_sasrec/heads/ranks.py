@@ -48,7 +48,7 @@ class RankSums(NamedTuple):
 
 
 def reference(h_TD: jax.Array, rows_TLD: jax.Array, bias_TL: jax.Array | None, mask_TL: jax.Array) -> jax.Array:
-    """float32 [T]: what a sweep's logit must exceed to rank above the token's best target; 0 without a target.
+    """float32 [T]: what a sweep's logit must exceed to rank above the token's best target; -inf without a target.
 
     A sum of D products and a bias is off by at most (D + 4) 2**-24 of the sum of their magnitudes in any order, and
     two such sums are compared. Where one pass of a matrix unit rounds float32 operands, the target's are rounded alike
@@ -69,7 +69,7 @@ def reference(h_TD: jax.Array, rows_TLD: jax.Array, bias_TL: jax.Array | None, m
     if bias_TL is not None:
         z_TL, magnitude_TL = z_TL + bias_TL, magnitude_TL + jnp.abs(bias_TL)
     limit_TL = z_TL + (operand + (h_TD.shape[1] + 4) * 2.0**-23) * magnitude_TL
-    return jnp.where(mask_TL.any(1), jnp.where(mask_TL, limit_TL, -jnp.inf).max(1), 0)
+    return jnp.where(mask_TL, limit_TL, -jnp.inf).max(1)
 
 
 def _to_bfloat16(x):
@@ -77,6 +77,6 @@ def _to_bfloat16(x):
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def from_better(better_T: jax.Array, mask_TL: jax.Array, weight_T: jax.Array) -> jax.Array:
+def from_better(better_T: jax.Array, has_target_T: jax.Array, weight_T: jax.Array) -> jax.Array:
     """int32 [T]: the ranks, 0 for tokens without targets or positive weight."""
-    return jnp.where(mask_TL.any(1) & (weight_T > 0), 1 + better_T, 0)
+    return jnp.where(has_target_T & (weight_T > 0), 1 + better_T, 0)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads.counts import Counts
 from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
+from recml_sasrec.heads.placement import Placement, lookup
 
 
 def sampled_bce(
@@ -22,6 +23,8 @@ def sampled_bce(
     reduction: Reduction = "token_mean",
     threshold: float = 0.0,
     with_counts: bool = True,
+    num_items: int | None = None,
+    placement: Placement | None = None,
 ) -> tuple[jax.Array, Counts | None]:
     """BCE over each token's targets and ``negatives`` items drawn uniformly from the others.
 
@@ -36,17 +39,17 @@ def sampled_bce(
     shape = check_shapes(hidden, table, targets, bias, weights, reduction)
     if negatives < 1:
         raise ValueError(f"negatives must be at least 1, got {negatives}")
-    items = table.shape[0]
+    items = num_items or table.shape[0]
     h_TD, targets_TL, weight_T = flatten(hidden, targets, weights, temperature)
     positive_TL, mask_TL = positive_set(targets_TL, items)
     negative_TK, drawn_T1 = draw_negatives(key, positive_TL, mask_TL, items, negatives)
 
     ids_TS = jnp.concatenate([positive_TL, negative_TK], axis=1)
     dtype = jnp.promote_types(h_TD.dtype, table.dtype)
-    rows_TSD = table.astype(dtype).at[ids_TS].get(mode="fill", fill_value=0)
+    rows_TSD = _rows(table.astype(dtype), ids_TS, placement)
     logits_TS = jnp.einsum("td,tsd->ts", h_TD.astype(dtype), rows_TSD, preferred_element_type=jnp.float32)
     if bias is not None:
-        logits_TS += bias.astype(jnp.float32).at[ids_TS].get(mode="fill", fill_value=0)
+        logits_TS += _rows(bias.astype(jnp.float32)[:, None], ids_TS, placement)[..., 0]
 
     slots = positive_TL.shape[1]
     positive_loss_TL = jnp.where(mask_TL, jax.nn.softplus(-logits_TS[:, :slots]), 0)
@@ -61,6 +64,12 @@ def sampled_bce(
     positives_T = mask_TL.sum(1, dtype=jnp.int32)
     scored_T = positives_T + negatives * drawn_T1[:, 0]
     return loss, counting.from_tokens((true_T, true_T + false_T, positives_T), weight_T, scored_T)
+
+
+def _rows(table_VD, ids_TS, placement: Placement | None):
+    if placement is None:
+        return table_VD.at[ids_TS].get(mode="fill", fill_value=0)
+    return lookup(table_VD, ids_TS, placement)
 
 
 def draw_negatives(

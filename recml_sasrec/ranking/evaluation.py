@@ -23,6 +23,7 @@ from recml_sasrec.ranking.topk import top_k_jit
 
 Which = Literal["validation", "test"]
 Metrics = dict[str, float]
+TopK = Callable[..., tuple[jax.Array, jax.Array]]
 Rows = dict[str, Metrics]  # of a table: a model's name and its metrics
 
 
@@ -38,6 +39,7 @@ def evaluate(
     bias: jax.Array | None,
     which: Which,
     should_stop: Callable[[], bool] | None = None,
+    top_k: TopK = top_k_jit,
 ) -> Metrics:
     """Rank the whole catalogue for every user that has targets.
 
@@ -47,6 +49,7 @@ def evaluate(
         bias: [V] item bias or None.
         which: the split to rank for.
         should_stop: polled between batches; when true, evaluation is given up.
+        top_k: ``topk.top_k``, or the same over the shards of a table that may have more than V rows.
 
     Returns:
         ``{"ndcg@10": ..., ...}``, see ``RankingMetrics``.
@@ -55,7 +58,7 @@ def evaluate(
         Stopped: ``should_stop`` said so.
         ValueError: the table does not have a row for each item of the store.
     """
-    if table.shape[0] != data.store.num_items:
+    if table.shape[0] != data.store.num_items and top_k is top_k_jit:
         raise ValueError(f"the item table has {table.shape[0]} rows and the data {data.store.num_items} items")
     mask = candidate_mask(config, data)
     metrics = _metrics(config, data, mask)
@@ -66,7 +69,7 @@ def evaluate(
         if should_stop is not None and should_stop():
             raise Stopped
         exclude = _exclusions(data, which, batch.users) if config.evaluation.filter_seen else None
-        _, ids = top_k_jit(encode(batch), table, k, bias=bias, exclude=exclude, candidates=candidates)
+        _, ids = top_k(encode(batch), table, k, bias=bias, exclude=exclude, candidates=candidates)
         # The device ranks this batch while the host scores the one before.
         if pending is not None:
             _score(metrics, data, which, *pending)
