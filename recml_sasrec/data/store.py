@@ -8,6 +8,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -19,12 +20,16 @@ import numpy as np
 import pyarrow as pa
 
 from recml_sasrec.data.events import DataError, EventBatch
+from recml_sasrec.data.progress import watched
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
+
+log = logging.getLogger("recml_sasrec")
 
 VERSION = 1
 _SORT_EVENTS = 1 << 22  # events sorted at once
 _MAX_IDS = 2**31 - 1
+_HEADERS = 1 << 14  # bytes, of all the files
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +116,17 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
     Raises:
         DataError: no events, bad values, mixed types of ids, too little disk.
     """
-    with contextlib.suppress(DataError):
+    directory = os.path.abspath(directory)
+    source = source or directory
+    try:
         store = open_store(directory)
         if store.fingerprint == fingerprint:
             return store
-    directory = os.path.abspath(directory)
+        log.info("%r has changed since its store was made: reading it again", source)
+    except DataError as error:
+        if os.path.exists(directory):
+            log.info("%s: reading %r again", error, source)
     parent, name = os.path.split(directory)
-    source = source or directory
     try:
         os.makedirs(parent, exist_ok=True)
         remove_stale(parent, name)
@@ -190,7 +199,7 @@ def _put_in_place(work: str, directory: str, fingerprint: str) -> None:
 def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str, source: str) -> None:
     users, items = Collector("user"), Collector("item")
     events, has_time = 0, True
-    for batch in read():
+    for batch in watched(read(), "reading ids (1 of 2)"):
         users.add(batch.user)
         items.add(batch.item)
         events += len(batch.user)
@@ -202,6 +211,7 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
     for name, ids in (("users", user_ids), ("items", item_ids)):
         if len(ids) > _MAX_IDS:
             raise DataError(f"{source!r} has {len(ids)} {name}, over the limit {_MAX_IDS} (int32); use a part of it")
+    _check_space(work, events, user_ids, item_ids, source)
     _write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
     _write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
     offsets = np.zeros(len(user_ids) + 1, np.int64)
@@ -229,6 +239,17 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
         json.dump(meta, file, indent=1)
 
 
+def _check_space(folder: str, events: int, user_ids: pa.Array, item_ids: pa.Array, source: str) -> None:
+    """Refuses to begin what the disk has no room for."""
+    needed = events * (4 + 8) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes + _HEADERS
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"the store of {source!r} needs {needed:,} bytes but {os.path.dirname(folder)!r} has {free:,} free; "
+            "free disk space or choose another config.data.cache"
+        )
+
+
 def _create(path: str, length: int, dtype: type) -> np.memmap:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
     if hasattr(os, "posix_fallocate"):  # a full disk is then an error here, not a bus error while writing
@@ -249,7 +270,7 @@ def _scatter(
     """Writes each event to the next free place of its user: file order is kept."""
     changed = DataError(f"{source!r} changed while it was read; wait until it is complete and start again")
     cursor = offsets[:-1].copy()
-    for batch in read():
+    for batch in watched(read(), "reading events (2 of 2)"):
         user, item = encode_user(batch.user), encode_item(batch.item)
         n = len(user)
         if n and (user.min() < 0 or item.min() < 0):
