@@ -122,10 +122,12 @@ def open_parquet(path: str) -> pq.ParquetFile:
         ) from error
 
 
-def parquet_batches(path: str, file: pq.ParquetFile, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Record batches of at most ``rows`` rows with ``columns`` in the order given."""
+def parquet_batches(
+    path: str, file: pq.ParquetFile, columns: list[str], rows: int, row_groups: list[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Record batches of at most ``rows`` rows with ``columns`` in the order given, of all or of some row groups."""
     try:
-        for batch in file.iter_batches(batch_size=rows, columns=list(dict.fromkeys(columns))):
+        for batch in file.iter_batches(batch_size=rows, columns=list(dict.fromkeys(columns)), row_groups=row_groups):
             yield pa.RecordBatch.from_arrays([batch.column(name) for name in columns], columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(

@@ -14,7 +14,7 @@ EVERY = 5.0  # seconds between two lines
 
 
 def watched(batches: Iterator[EventBatch], doing: str) -> Iterator[EventBatch]:
-    """Passes the batches on and tells events read, their rate and the share of the source; short readings are silent."""
+    """Passes the batches on and tells events read, their rate and the share of the source; silent while short."""
     begin = told = time.monotonic()
     events = 0
     quiet = not sys.stderr.isatty()

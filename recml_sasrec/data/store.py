@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -136,6 +137,7 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         raise DataError(
             f"folder {parent!r} can't be written ({error.strerror}); choose another config.data.cache"
         ) from error
+    begin = time.perf_counter()
     try:
         _build(read, work, fingerprint, source)
         _put_in_place(work, directory, fingerprint)
@@ -146,7 +148,9 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return open_store(directory)
+    store, seconds = open_store(directory), time.perf_counter() - begin
+    log.info("read %s events in %.1f s, %s/s", f"{store.num_events:,}", seconds, f"{store.num_events / seconds:,.0f}")
+    return store
 
 
 def temporary_name(name: str) -> str:
@@ -309,15 +313,15 @@ def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, 
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for first, last in user_chunks(offsets, _SORT_EVENTS):
         part = slice(int(offsets[first]), int(offsets[last]))
-        time = np.array(timestamps[part])
-        low, high = min(low, int(time.min())), max(high, int(time.max()))
+        times = np.array(timestamps[part])
+        low, high = min(low, int(times.min())), max(high, int(times.max()))
         if not sort:
             continue
         user = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(offsets[first : last + 1]))
-        if np.all((time[1:] >= time[:-1]) | (user[1:] != user[:-1])):
+        if np.all((times[1:] >= times[:-1]) | (user[1:] != user[:-1])):
             continue
-        order = np.lexsort((time, user))  # stable: file order inside a tie
-        timestamps[part] = time[order]
+        order = np.lexsort((times, user))  # stable: file order inside a tie
+        timestamps[part] = times[order]
         items[part] = np.asarray(items[part])[order]
     return low, high
 

@@ -1,5 +1,6 @@
 """The Yambda data set (arXiv 2505.22238): where its files are, what they hold, and its benchmark's clock."""
 
+import itertools
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -99,7 +100,7 @@ def read_yambda(
     file = open_parquet(path)
     names = file.schema_arrow.names
     typed = min_played_ratio > 0 and ("event_type" in names or "event_types" in names)
-    needed = {name: "every file of Yambda has" for name in ("uid", "item_id", "timestamp")}
+    needed = dict.fromkeys(("uid", "item_id", "timestamp"), "every file of Yambda has")
     if min_played_ratio > 0:
         needed["played_ratio_pct"] = "config.data.min_played_ratio reads"
     if organic_only:
@@ -120,8 +121,11 @@ def _checked(path: str, file: pq.ParquetFile, columns: dict[str, str]) -> Iterat
     """Batches of events with our names and checked values; the last column is the share of the file read so far."""
     sequential = _is_list(file.schema_arrow.field(columns["item_id"]).type)
     names = list(columns.values())
+    size = _SEQUENTIAL_ROWS if sequential else _FLAT_ROWS
+    # Arrow can't read lists of dictionary values across the border of two row groups.
+    groups = (parquet_batches(path, file, names, size, [group]) for group in range(file.num_row_groups))
     rows = 0
-    for batch in parquet_batches(path, file, names, _SEQUENTIAL_ROWS if sequential else _FLAT_ROWS):
+    for batch in itertools.chain.from_iterable(groups):
         arrays = _flatten(batch, path) if sequential else batch.columns
         arrays[:2] = (as_ids(arrays[i], names[i], path, rows) for i in (0, 1))
         arrays[2] = as_seconds(arrays[2], names[2], path, rows)
@@ -141,7 +145,7 @@ def _whole_users(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
             continue
         user = batch.column("uid").to_numpy(zero_copy_only=False)
         starts = np.flatnonzero(np.concatenate([[True], user[1:] != user[:-1]]))
-        goes_on = bool(held) and held[0].column("uid")[0].as_py() == user[0]
+        goes_on = bool(held and held[0].column("uid")[0].as_py() == user[0])
         if held and not goes_on:
             yield pa.concat_batches(held)
             held = []
