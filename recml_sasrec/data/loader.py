@@ -1,10 +1,9 @@
 """The loader: a configuration's events as training batches (through Grain) and as queries to rank for."""
 
-import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from recml_sasrec.config import Config
 from recml_sasrec.data import queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
-from recml_sasrec.data.events import DataError, EventBatch, check_file, read_lines, read_table
+from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
 from recml_sasrec.data.store import Store, build_store, fingerprint_of, source_fingerprint
@@ -45,17 +44,16 @@ def open_store_of(config: Config) -> Store:
         raise DataError(f"config.data.source={data.source!r} needs config.data.path; give it the file of events")
     check_file(path)
     options: dict[str, Any] = {"source": data.source}
-    read: Callable[..., Iterator[EventBatch]]
     if data.source == "table":
         options["columns"] = columns = (data.user_column, data.item_column, data.time_column)
-        read = functools.partial(read_table, path, *columns)
+        read = lambda: read_table(path, *columns)  # noqa: E731
     elif data.source == "lines":
-        read = functools.partial(read_lines, path)
+        read = lambda: read_lines(path)  # noqa: E731
     else:
         names = ("min_played_ratio", "organic_only", "event_types", "drop_undone")
         filters = {name: getattr(data, name) for name in names}
         options = {"source": "yambda", **filters}
-        read = functools.partial(yambda.read_yambda, path, **filters)
+        read = lambda: yambda.read_yambda(path, **filters)  # noqa: E731
     if data.source == "synthetic" and not data.path:  # its name tells its content, whoever wrote it and when
         key = fingerprint = fingerprint_of(generated=os.path.basename(path), **options)
     else:  # one store of a path and its options: a file that has changed replaces the old one's

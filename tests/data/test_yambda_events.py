@@ -134,7 +134,7 @@ def test_files_of_one_type_have_only_its_columns(tmp_path, event, sequential):
     for filters in ({}, {"organic_only": True}, *([{"min_played_ratio": 50}] if event == "listens" else [])):
         assert collect(read_yambda(str(tmp_path / "f.parquet"), **filters)) == plain(rows, **filters)
     with pytest.raises(
-        DataError, match="no column 'event_type', which config.data.event_types reads; only multi_event"
+        DataError, match=r"no column 'event_type', which config.data.event_types reads; only multi_event"
     ):
         collect(read_yambda(str(tmp_path / "f.parquet"), event_types=("like",)))
 
@@ -185,7 +185,7 @@ def test_what_is_wrong_with_events_is_one_sentence(tmp_path):
     ):
         collect(read_yambda(path))
     write([{name: value for name, value in row.items() if name != "is_organic"} for row in rows], path)
-    with pytest.raises(DataError, match="no column 'is_organic', which config.data.organic_only reads"):
+    with pytest.raises(DataError, match=r"no column 'is_organic', which config.data.organic_only reads"):
         collect(read_yambda(path, organic_only=True))
     whole = (tmp_path / "f.parquet").read_bytes()
     for size in (len(whole) // 2, 100, 3):
