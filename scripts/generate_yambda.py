@@ -26,7 +26,9 @@ def main() -> int:
     flags = parser.parse_args()
     start = time.perf_counter()
     try:
-        holds = synthetic_sizes.write(flags.size, flags.output, flags.scale, flags.format == "sequential", flags.seed)
+        holds = synthetic_sizes.scaled(flags.size, flags.scale)
+        density = synthetic_sizes.SIZES[flags.size].items / synthetic_sizes.SIZES["5b"].items
+        synthetic_sizes.write(holds, flags.output, flags.format == "sequential", flags.seed, density)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,6 @@ SIZES = {
     "500m": Size(100_000, 3_004_578, 466_512_103),
     "5b": Size(1_000_000, 9_390_623, 4_649_567_411),
 }
-LAST_ID = 9_390_623
 TOP_SHARE = 0.492  # of the listens, of the top 1 % of items
 ONCE = 0.357  # share of the items that are heard once
 EXPONENT = 1.2  # of an album's weight; its offset follows from TOP_SHARE
@@ -40,18 +39,11 @@ QUANTILES = (0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1)
 LISTENS = (1, 5, 250, 1_000, 3_024, 6_900, 13_044, 23_765, 35_000)
 
 
-def write(size: str, path: str, scale: float = 1.0, sequential: bool = False, seed: int = 0) -> Size:
-    """Writes a file of listens of a published size, or of a part of it; returns what it holds.
-
-    Args:
-        size: "50m", "500m" or "5b".
-        path: the parquet file; it's there whole or not at all.
-        scale: share of the users, of the items and of the listens.
-        sequential: a row for each user, its events as lists, instead of a row for each event.
-        seed: of the generator; the two forms of a seed hold the same events.
+def scaled(size: str, scale: float = 1.0) -> Size:
+    """A published size, or a part of its users, of its items and of its listens.
 
     Raises:
-        DataError: an unknown size, a scale that makes no data, or a folder that can't be written.
+        DataError: an unknown size, or a scale that makes no data.
     """
     if size not in SIZES:
         raise DataError(f"Yambda has no size {size!r}; choose one of {', '.join(SIZES)}")
@@ -61,12 +53,27 @@ def write(size: str, path: str, scale: float = 1.0, sequential: bool = False, se
             f"--scale {scale} of {size} makes {goal.users} users and {goal.items} items; "
             "choose one of at most 1 that leaves at least 1 user and 1,000 items"
         )
-    groups = _groups(goal, _catalogue(goal, seed, SIZES[size].items / LAST_ID), seed)
+    return goal
+
+
+def write(goal: Size, path: str, sequential: bool = False, seed: int = 0, density: float = 0.1) -> None:
+    """Writes a file of listens.
+
+    Args:
+        goal: what it holds; at least 3 listens an item.
+        path: the parquet file; it's there whole or not at all.
+        sequential: a row for each user, its events as lists, instead of a row for each event.
+        seed: of the generator; the two forms of a seed hold the same events.
+        density: share of the numbers in the range of the item ids that are ids; about 0.1 in 50m, 1 in 5b.
+
+    Raises:
+        DataError: a folder that can't be written.
+    """
+    groups = _groups(goal, _catalogue(goal, seed, density), seed)
     if sequential:
         synthetic.write_groups(path, _SEQUENTIAL, map(_as_lists, groups))
     else:
         synthetic.write_groups(path, synthetic.SCHEMA, groups)
-    return goal
 
 
 def _catalogue(goal: Size, seed: int, density: float) -> synthetic.Catalogue:

@@ -1,6 +1,5 @@
 """The published sizes: exact numbers, the published skew, and both forms of a file."""
 
-import os
 from collections import Counter
 
 import numpy as np
@@ -16,8 +15,10 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sizes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "GROUP_EVENTS", 60_000)  # several row groups
-        holds = [synthetic_sizes.write("50m", str(folder / f"{i}.parquet"), 0.01, sequential=i == 1) for i in (0, 1)]
-    assert holds[0] == holds[1] == (92, 8_772, 464_672)
+        goal = synthetic_sizes.scaled("50m", 0.01)
+        for number in (0, 1):
+            synthetic_sizes.write(goal, str(folder / f"{number}.parquet"), sequential=number == 1)
+    assert goal == (92, 8_772, 464_672)
     return [folder / "0.parquet", folder / "1.parquet"]
 
 
@@ -45,7 +46,6 @@ def test_both_forms_hold_the_same_events(files):
 
 @pytest.mark.parametrize(("size", "scale", "sentence"), [("5m", 1, "no size '5m'"), ("50m", 2, "--scale 2 of 50m"),
                                                          ("5b", 1e-6, "makes 1 users and 9 items")])  # fmt: skip
-def test_sizes_that_make_no_data_are_refused(tmp_path, size, scale, sentence):
+def test_sizes_that_make_no_data_are_refused(size, scale, sentence):
     with pytest.raises(DataError, match=sentence):
-        synthetic_sizes.write(size, str(tmp_path / "f.parquet"), scale)
-    assert os.listdir(tmp_path) == []
+        synthetic_sizes.scaled(size, scale)
