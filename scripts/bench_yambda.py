@@ -84,7 +84,11 @@ def generated(goal: Size, path: pathlib.Path, sequential: bool = False) -> pathl
     return path
 
 
-def full_size(folder: pathlib.Path, goal: Size) -> list[tuple[str, str, str]]:
+def row(what: str, measured: str, bar: str) -> None:
+    print(f"| {what} | {measured} | {bar} |", flush=True)
+
+
+def full_size(folder: pathlib.Path, goal: Size) -> None:
     flat = generated(goal, folder / f"flat-{goal.listens}.parquet")
     lists = generated(goal, folder / f"sequential-{goal.listens}.parquet", sequential=True)
     cache = folder / "cache"
@@ -96,21 +100,19 @@ def full_size(folder: pathlib.Path, goal: Size) -> list[tuple[str, str, str]]:
     )
     batch, popularity = run_child("batch", flat, cache), run_child("popularity", flat, cache)
     shutil.rmtree(cache)
-    return [
-        (f"store of {built['events']:,} listens from the flat file", f"{built['seconds']:.1f} s", "90 s"),
-        ("its peak resident memory, mapped files included", f"{built['VmHWM']:.2f} GB", "2 GB"),
-        ("opening it again", f"{again['seconds'] * 1e3:.0f} ms", "50 ms"),
-        ("store from the sequential file", f"{other['seconds']:.1f} s, {other['VmHWM']:.2f} GB", "90 s, 2 GB"),
-        ("its arrays and ids", "identical" if same else "DIFFERENT", "identical"),
-        ("first training batch, from the start of the process", f"{batch['done'] - batch['begin']:.1f} s", "5 s"),
-        (f"MostPop, {popularity['events']:,} training events", f"{popularity['most']:.1f} s", "30 s"),
-        ("DecayPop", f"{popularity['decay']:.1f} s", "30 s"),
-    ]
+    row(f"store of {built['events']:,} listens from the flat file", f"{built['seconds']:.1f} s", "90 s")
+    row("its peak resident memory, mapped files included", f"{built['VmHWM']:.2f} GB", "2 GB")
+    row("opening it again", f"{again['seconds'] * 1e3:.0f} ms", "50 ms")
+    row("store from the sequential file", f"{other['seconds']:.1f} s, {other['VmHWM']:.2f} GB", "90 s, 2 GB")
+    row("its arrays and ids", "identical" if same else "DIFFERENT", "identical")
+    row("first training batch, from the start of the process", f"{batch['done'] - batch['begin']:.1f} s", "5 s")
+    row(f"MostPop, {popularity['events']:,} training events", f"{popularity['most']:.1f} s", "30 s")
+    row("DecayPop", f"{popularity['decay']:.1f} s", "30 s")
 
 
-def memory_of_rows(folder: pathlib.Path, goal: Size, rows: list[float]) -> list[tuple[str, str, str]]:
+def memory_of_rows(folder: pathlib.Path, goal: Size, rows: list[float]) -> None:
     """Peak memory of the build where users and items stay and only the rows grow."""
-    result, first = [], 0.0
+    first = 0.0
     for count in map(int, rows):
         path = generated(goal._replace(listens=count), folder / f"rows-{count}.parquet")
         built = run_child("store", path, folder / "cache")
@@ -118,8 +120,7 @@ def memory_of_rows(folder: pathlib.Path, goal: Size, rows: list[float]) -> list[
         first = first or built["RssAnon"]
         growth = f"{built['RssAnon'] / first - 1:+.0%}"
         what = f"{built['RssAnon']:.3f} GB ({growth}); {built['VmHWM']:.2f} GB with mapped files"
-        result.append((f"memory of the build of {count:,} rows, {built['seconds']:.0f} s", what, "+-15%"))
-    return result
+        row(f"memory of the build of {count:,} rows, {built['seconds']:.0f} s", what, "within 15%")
 
 
 def main() -> None:
@@ -139,8 +140,8 @@ def main() -> None:
     flags.workdir.mkdir(parents=True, exist_ok=True)
     goal = synthetic_sizes.scaled("50m", flags.scale)
     print("| what | measured | bar |\n|---|---|---|", flush=True)
-    for row in full_size(flags.workdir, goal) + memory_of_rows(flags.workdir, goal, flags.rows):
-        print("| " + " | ".join(row) + " |", flush=True)
+    full_size(flags.workdir, goal)
+    memory_of_rows(flags.workdir, goal, flags.rows)
 
 
 if __name__ == "__main__":
