@@ -124,9 +124,9 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         if store.fingerprint == fingerprint:
             return store
         log.info("%r has changed since its store was made: reading it again", source)
-    except DataError as error:
+    except DataError:
         if os.path.exists(directory):
-            log.info("%s: reading %r again", error, source)
+            log.info("the store of %r is damaged or of another version: reading it again", source)
     parent, name = os.path.split(directory)
     try:
         os.makedirs(parent, exist_ok=True)
