@@ -28,7 +28,7 @@ from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 log = logging.getLogger("recml_sasrec")
 
 VERSION = 1
-_SORT_EVENTS = 1 << 22  # events sorted at once
+_SORT_EVENTS = 1 << 20  # events sorted at once
 _MAX_IDS = 2**31 - 1
 _HEADERS = 1 << 14  # bytes, of all the files
 

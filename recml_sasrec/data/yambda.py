@@ -34,7 +34,7 @@ VALIDATION_END = TEST_START - GAP
 LISTEN_PLUS = 50  # percent of the track
 EVENT_TYPES = ("listen", "dislike", "like", "undislike", "unlike")  # of the events of a multi_event file
 
-_FLAT_ROWS = 1 << 19
+_FLAT_ROWS = 1 << 18
 _SEQUENTIAL_ROWS = 64  # a row is a user's whole history, up to tens of thousands of events
 
 
