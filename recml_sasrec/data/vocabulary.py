@@ -14,7 +14,7 @@ _COUNTED = 1 << 24  # smaller integers are counted in a table, whose pages take 
 
 
 class Collector:
-    """The distinct ids of a stream with their counts, in memory proportional to their number (small integers: range)."""
+    """The distinct ids of a stream with their counts, in memory proportional to their number, whatever the rows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
