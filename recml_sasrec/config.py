@@ -28,7 +28,9 @@ class DataConfig:
     """Where the events come from and how they become batches."""
 
     source: Literal["synthetic", "yambda", "table", "lines"] = "synthetic"
-    path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it
+    path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it;
+    # with yambda also a directory laid out like the hub's (flat/50m/listens.parquet)
+    revision: str = ""  # source=yambda: branch, tag or commit of the hub's repository; empty: its main branch
     cache: str = ""  # folder of stores and generated files; empty: $RECML_SASREC_CACHE or ~/.cache/recml_sasrec
     user_column: str = "user_id"  # source=table
     item_column: str = "item_id"  # source=table
