@@ -39,6 +39,10 @@ class DataConfig:
     yambda_format: Literal["flat", "sequential"] = "flat"
     yambda_event: Literal["listens", "likes", "dislikes", "unlikes", "undislikes", "multi_event"] = "listens"
     min_played_ratio: int = 0  # whole percent; 50 keeps Yambda's Listen+
+    organic_only: bool = False  # yambda: only what the user found without a recommendation
+    # multi_event: the types kept; empty: all
+    event_types: tuple[Literal["listen", "dislike", "like", "undislike", "unlike"], ...] = ()
+    drop_undone: bool = False  # multi_event: without the likes (dislikes) that an unlike (undislike) took back later
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     length: int = 50  # N, positions of a row
     targets: int = 8  # L, a position's targets are the set of the next L events; 1 is next-item
@@ -166,6 +170,7 @@ def validate(config: Config) -> None:
     """
     _check_types(config)
     _check_ranges(config)
+    _check_filters(config.data)
     _check_contradictions(config)
 
 
@@ -214,6 +219,41 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"config.evaluation.ks={config.evaluation.ks} must hold list lengths of at least 1")
 
 
+def _check_filters(data: DataConfig) -> None:
+    """Refuses a filter that the chosen file has no column for."""
+    event = "listens" if data.source == "synthetic" else data.yambda_event
+    for name in ("min_played_ratio", "organic_only", "event_types", "drop_undone"):
+        value = getattr(data, name)
+        # min_played_ratio is let be there: the quickstart sets it, and takes any source by a flag
+        if value and data.source in ("table", "lines") and name != "min_played_ratio":
+            raise ConfigError(
+                f"config.data.{name}={value} needs config.data.source=yambda, not {data.source}; "
+                "filter the events before, or leave it out"
+            )
+        if value and name in ("event_types", "drop_undone") and event != "multi_event":
+            raise ConfigError(
+                f"config.data.{name}={value} needs config.data.yambda_event=multi_event, not {event}: "
+                "other files hold one type of events"
+            )
+    if data.source in ("table", "lines"):
+        return
+    if data.min_played_ratio and event not in ("listens", "multi_event"):
+        raise ConfigError(
+            f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "
+            f"not {event}: other events have no played ratio"
+        )
+    if data.min_played_ratio and data.event_types and "listen" not in data.event_types:
+        raise ConfigError(
+            f"config.data.min_played_ratio={data.min_played_ratio} is about listens, which "
+            f"config.data.event_types={data.event_types} leaves out; set it to 0"
+        )
+    if data.drop_undone and data.event_types and not {"like", "dislike"} & set(data.event_types):
+        raise ConfigError(
+            f"config.data.drop_undone=True is about likes and dislikes, which "
+            f"config.data.event_types={data.event_types} leaves out; set it to false"
+        )
+
+
 def _check_contradictions(config: Config) -> None:
     data, split, model, train, evaluation = (
         config.data,
@@ -242,11 +282,6 @@ def _check_contradictions(config: Config) -> None:
     columns = [data.user_column, data.item_column, *filter(None, [data.time_column])]
     if data.source == "table" and len(set(columns)) < len(columns):
         raise ConfigError(f"config.data.user_column, item_column and time_column must differ, not {columns}")
-    if data.min_played_ratio and not (data.source == "synthetic" or data.yambda_event == "listens"):
-        raise ConfigError(
-            f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "
-            f"not {data.yambda_event}: other events have no played ratio"
-        )
     has_time = data.source in ("synthetic", "yambda") or (data.source == "table" and data.time_column)
     if split.kind == "temporal" and not has_time:
         raise ConfigError(
@@ -330,6 +365,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 def describe(hint: Any) -> str:
     if isinstance(hint, types.GenericAlias):
         return f"a tuple like ({describe(typing.get_args(hint)[0])}, ...)"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
 
 

@@ -43,6 +43,7 @@ def test_yambda50m_holds_to_the_published_protocol():
         ("evaluation.ks=(5,10)", "evaluation.ks", (5, 10)),
         ("evaluation.ks=10", "evaluation.ks", (10,)),
         ("data.path=a=b.csv", "data.path", "a=b.csv"),
+        ("data.organic_only=true", "data.organic_only", True),
     ],
 )
 def test_overrides_take_the_type_of_their_field(override, name, value):
@@ -76,6 +77,10 @@ def test_overrides_take_the_type_of_their_field(override, name, value):
         ("train.accumulate=5", "not a multiple"),
         ("data.stride=60", "would skip events"),
         ("data.source=table", "needs config.data.path"),
+        ("data.event_types=like", "needs config.data.yambda_event=multi_event, not listens"),
+        ("data.event_types=liked", "did you mean 'like'?"),
+        ("data.drop_undone=true", "needs config.data.yambda_event=multi_event, not listens"),
+        ("data.yambda_event=unlike", "did you mean 'unlikes'?"),
         ("evaluation.best_metric=ndgc@10", "did you mean ndcg@10?"),
         ("evaluation.best_metric=ndcg@7", "did you mean ndcg@"),
         ("evaluation.ks=()", "list lengths"),
@@ -136,3 +141,30 @@ def test_first_difference_leaves_out_what_it_is_told_to():
     assert first_difference(a, b) == "model.width"
     assert first_difference(a, b, but=("model.",)) == "train.steps"
     assert first_difference(a, b, but=("model.", "train.steps")) is None
+
+
+def multi_event(*overrides: str) -> Config:
+    return load_config(str(CONFIGS[0].with_name("yambda50m.py")), ["data.yambda_event=multi_event", *overrides])
+
+
+@pytest.mark.parametrize("text", ["like,dislike", "('like', 'dislike')", "['like','dislike']", "like, dislike,"])
+def test_event_types_are_a_list_of_names(text):
+    config = multi_event(f"data.event_types={text}", "data.drop_undone=true")
+    assert config.data.event_types == ("like", "dislike")
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.yambda_event=likes", "data.min_played_ratio=50"], "not likes: other events have no played ratio"),
+        (["data.event_types=like", "data.min_played_ratio=50"], "is about listens, which config.data.event_types="),
+        (["data.event_types=listen", "data.drop_undone=true"], "is about likes and dislikes, which"),
+        (["data.yambda_event=likes", "data.drop_undone=true"], "needs config.data.yambda_event=multi_event, not likes"),
+        (["data.source=lines", "data.path=x", "data.organic_only=true"], "needs config.data.source=yambda, not lines"),
+    ],
+)
+def test_a_filter_that_does_not_apply_gets_one_sentence(overrides, sentence):
+    with pytest.raises(ConfigError) as error:
+        multi_event(*overrides)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
