@@ -69,7 +69,8 @@ class ModelConfig:
     heads: int = 2
     mlp_width: int = 0  # 0: 4 * width
     norm: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "relu"] = "gelu"
+    norm_eps: float = 1e-6  # added to a layer norm's variance
+    activation: Literal["gelu", "gelu_exact", "relu"] = "gelu"  # gelu is its tanh approximation, gelu_exact has erf
     dropout: float = 0.2
     item_bias: bool = True  # initialised at the prior log-odds of a target
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; parameters are float32
@@ -179,7 +180,7 @@ AT_LEAST_ZERO = (
     "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip_norm train.seed evaluation.every evaluation.patience"
 ).split()
-POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
+POSITIVE = "model.norm_eps optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
 UNIT_INTERVAL = "optimizer.final_fraction".split()
 BELOW_ONE = "model.dropout optimizer.b1 optimizer.b2".split()
 BEST_METRICS = ("ndcg", "hr", "recall", "recall_capped", "precision", "mrr", "map")
