@@ -3,13 +3,14 @@
     python scripts/reproduce_cutbce.py --workdir runs/cutbce
 
 Each row is a process of its own, so that its peak memory is its own: it times some steps, then trains and evaluates
-configs/yambda50m_cutbce.py where the paper has a Hit@8. A row that runs out of memory says so. Peak memory is a device's,
-on a CPU the process's. Writes table.md and table.json into the folder. Killed and run again with the same --workdir, it
-goes on: rows that are done are kept, training resumes at its checkpoint. --rehearse runs all of it on a generated
-miniature in about a minute.
+configs/yambda50m_cutbce.py where the paper has a Hit@8. A row that runs out of memory says so. Peak memory is a
+device's, on a CPU the process's. Writes table.md and table.json into the folder. Killed and run again with the same
+--workdir, it goes on: rows that are done are kept, training resumes at its checkpoint. --rehearse runs all of it on a
+generated miniature in about a minute.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -22,7 +23,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import reproduction
+import reproduction  # beside this script
+
 from recml_sasrec import command
 from recml_sasrec.config import Config
 from recml_sasrec.config_file import load_config
@@ -104,10 +106,10 @@ def reproduce_all(flags: argparse.Namespace, overrides: Sequence[str], words: Se
     data = open_data(config_of(CASES[0], flags, overrides))  # once, ahead of the processes, which find its store
     settings = {"rehearse": flags.rehearse, "overrides": list(overrides), **run_folder.data_marks(data.store)}
     reproduction.adopt(flags.workdir, settings)
-    rows = [
-        (case, reproduction.kept_row(flags.workdir, case.name, lambda c=case: in_child(c, flags.workdir, words)))
-        for case in CASES
-    ]
+    rows = []
+    for case in CASES:
+        make = functools.partial(in_child, case, flags.workdir, words)
+        rows.append((case, reproduction.kept_row(flags.workdir, case.name, make)))
     result = {
         "rehearsal": flags.rehearse,
         "split": data.split.description,
@@ -157,7 +159,8 @@ def make_row(case: Case, flags: argparse.Namespace, overrides: Sequence[str]) ->
     from recml_sasrec import trainer
     from recml_sasrec.memory import MemoryLimitError
 
-    config, row = config_of(case, flags, overrides), {}
+    config = config_of(case, flags, overrides)
+    row: dict[str, Any] = {}
     try:
         row |= reproduction.kept_row(flags.workdir, f"{case.name}-speed", lambda: measure(config, flags.rehearse))
         if case.hit is not None:

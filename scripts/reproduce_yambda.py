@@ -17,7 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import reproduction
+import reproduction  # beside this script
+
 from recml_sasrec import command
 from recml_sasrec.config import Config
 from recml_sasrec.config_file import load_config

@@ -1,4 +1,4 @@
-"""What the reproduction scripts share: rows kept in a folder, so that a killed script goes on, and tables in documents."""
+"""What the reproduction scripts share: rows kept in a folder, so that a killed script goes on, and where tables go."""
 
 import json
 import pathlib

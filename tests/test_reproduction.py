@@ -1,4 +1,4 @@
-"""The reproduction scripts, rehearsed: complete tables, also after a kill in the middle; rows that are done are kept."""
+"""The reproduction scripts, rehearsed: complete tables after a kill in the middle; rows that are done are kept."""
 
 import contextlib
 import importlib
