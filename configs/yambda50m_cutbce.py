@@ -40,5 +40,5 @@ def get_config() -> Config:
     config.evaluation.ks = (8,)
     config.evaluation.best_metric = "hr@8"
     config.evaluation.candidates = "train"
-    config.evaluation.decay_hours = 1.0
+    config.evaluation.baselines = ("most_pop",)
     return config

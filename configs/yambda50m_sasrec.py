@@ -57,6 +57,6 @@ def get_config() -> Config:
     config.checkpoint.every = 360
     config.evaluation.ks = (10, 50, 100)
     config.evaluation.candidates = "train"
-    config.evaluation.metric_version = "yambda_v1"
-    config.evaluation.decay_hours = 1.0
+    config.evaluation.metric_version = "v1"
+    config.evaluation.decay_hours = (1.0,)
     return config

@@ -62,7 +62,7 @@ def test_yambda50m_trains_and_evaluates_from_a_local_file_of_its_schema(tmp_path
     rows = trainer.train(config, tmp_path / "run")
     assert {"sasrec", "most_pop", "decay_pop"} == set(rows)
     protocol = json.loads((tmp_path / "run/evaluation.json").read_text())["protocol"]
-    assert protocol["metric version"] == "yambda_v1" and protocol["seen items"] == "kept"
+    assert protocol["metric version"] == "v1" and protocol["seen items"] == "kept"
     assert "train t < 25823600" in protocol["split"].replace(",", "")
     assert "25825400" in protocol["split"] and "25911800" in protocol["split"] and "25913600" in protocol["split"]
 
