@@ -105,7 +105,7 @@ def reproduce_all(flags: argparse.Namespace, overrides: Sequence[str], words: Se
 
     data = open_data(config_of(CASES[0], flags, overrides))  # once, ahead of the processes, which find its store
     settings = {"rehearse": flags.rehearse, "overrides": list(overrides), **run_folder.data_marks(data.store)}
-    reproduction.adopt(flags.workdir, settings)
+    reproduction.adopt(flags.workdir, settings, flags.write)
     rows = []
     for case in CASES:
         make = functools.partial(in_child, case, flags.workdir, words)

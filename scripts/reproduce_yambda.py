@@ -4,8 +4,10 @@
         --write docs/reproduction.md
 
 Writes table.md and table.json into the folder. What is chosen is chosen on the tuning run, trained up to 25,823,600 and
-scored on the validation day: the h of DecayPop and ItemKNN, and the step at which our model's training ends. The numbers
-are of the final run, trained up to 25,911,800 and scored on the test day, by the metrics of the published tables (v1).
+scored on the validation day: the h of DecayPop and ItemKNN, and the step at which our model's training ends. The
+numbers are of the final run, trained up to 25,911,800 and scored on the test day, by the metrics of the published
+tables (v1).
+
 Killed and run again with the same --workdir, it goes on: rows that are done are kept, training resumes at its
 checkpoint. --rehearse runs all of it on a generated miniature in about a minute.
 """
@@ -138,7 +140,7 @@ class Reproduction:
         data = open_data(final)
         settings = {name: getattr(self.flags, name) for name in ("size", "interaction", "rehearse")}
         settings |= {"overrides": self.overrides, **run_folder.data_marks(data.store)}
-        reproduction.adopt(self.workdir, settings)
+        reproduction.adopt(self.workdir, settings, self.flags.write)
         made = {
             row: reproduction.kept_row(self.workdir, row, functools.partial(self.baseline, name))
             for row, name in BASELINES.items()

@@ -11,12 +11,14 @@ from recml_sasrec.files import write_atomically
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 
 
-def adopt(workdir: pathlib.Path, settings: dict[str, Any]) -> None:
+def adopt(workdir: pathlib.Path, settings: dict[str, Any], document: pathlib.Path | None = None) -> None:
     """Makes the folder, or checks that the rows it holds were made with the same settings.
 
     Raises:
-        ConfigError: they were not.
+        ConfigError: they were not, or the table's ``document`` has no folder to lie in.
     """
+    if document is not None and not document.absolute().parent.is_dir():
+        raise ConfigError(f"--write {document} can't be written: {document.absolute().parent} is not a folder")
     path = workdir / "settings.json"
     wanted = json.loads(json.dumps(settings))
     if not path.exists():

@@ -80,6 +80,9 @@ def test_yambdas_rehearsal_is_complete_after_a_kill_and_keeps_what_was_done(tmp_
     assert document.read_text().count((work / "table.md").read_text().strip()) == 1
     with pytest.raises(ConfigError, match="holds rows made with size=50m, but this call has 5b"):
         reproduction.adopt(work, json.loads((work / "settings.json").read_text()) | {"size": "5b"})
+    with pytest.raises(ConfigError, match=r"table\.md can't be written: .*missing is not a folder"):
+        reproduction.adopt(tmp_path / "new", {}, tmp_path / "missing/table.md")
+    assert not (tmp_path / "new").exists()
 
 
 def test_cutbces_rehearsal_is_complete_after_a_kill_and_keeps_what_was_done(tmp_path, capsys):
