@@ -5,6 +5,7 @@ The reading below uses nothing of the package: dicts, lists and loops over the r
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -256,6 +257,23 @@ def test_metrics_equal_the_reading(path, run, which, version):
         padded = [[*lists[name][user], *[-1] * max(KS)][: max(KS)] for user in targets]
         direct = ranking_metrics(np.array(padded), list(targets.values()), KS, version, len(reading.items))
         assert {key: direct[key] for key in expected} == pytest.approx(expected, abs=1e-9), name
+
+
+def test_a_model_is_scored_for_the_same_users_and_targets(path):
+    config, reading = config_of(path, "final"), Reading(path, "final")
+    config.evaluation.metric_version, config.evaluation.candidates = "v1", "all"
+    data, rng = open_data(config), np.random.default_rng(0)
+    items, users = data.store.item_ids.to_pylist(), data.store.user_ids.to_pylist()
+    hidden, table = (rng.integers(-4, 5, (n, 4)).astype(np.float32) for n in (len(users), len(items)))
+    encode = lambda batch: jnp.asarray(hidden[batch.users])  # noqa: E731
+    found = evaluation.evaluate(config, data, encode, jnp.asarray(table), None, "test")
+    lists = {
+        user: reading.first(dict(zip(items, table @ hidden[users.index(user)], strict=True))) for user in reading.test
+    }
+    reading.items = items  # the denominator of coverage: all are candidates
+    expected = reading.metrics(lists, "test", "v1")
+    found = {key.replace("hr@", "hit_rate@"): value for key, value in found.items()}
+    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("metric", ["ndcg@10", "recall@40"])

@@ -80,7 +80,7 @@ def loops(ranked, targets, version, k, items):
     return {f"{name}@{k}": mean[name] for name in NAMES}
 
 
-@pytest.mark.parametrize("version", ["standard", "v1", "v2"])
+@pytest.mark.parametrize("version", ["standard", "v1", "v2", "corrected"])
 @pytest.mark.parametrize("batch", [1, 7, 1000])
 def test_every_version_equals_its_definition_in_batches_of_any_size(version, batch):
     ranked, targets = random_case(repeats=True, seed=3)
@@ -120,7 +120,7 @@ def test_coverage_counts_against_the_candidates():
 
 
 def test_nobody_to_score_gives_zeros():
-    for version in ("standard", "v1", "v2"):
+    for version in ("standard", "v1", "v2", "corrected"):
         metrics = RankingMetrics((5,), 10, 10, version)
         metrics.add(np.zeros((1, 5), np.int32), np.zeros(0, np.int32), np.zeros(2, np.int64))
         assert set(metrics.result().values()) == {0.0}
