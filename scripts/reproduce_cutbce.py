@@ -127,8 +127,11 @@ def in_child(case: Case, workdir: pathlib.Path, words: Sequence[str]) -> dict[st
 
     The child reads from a pipe of ours, and so learns when this process ends, however that comes about.
     """
-    # the step that was compiled for the timing is there for the training
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled")}
+    # what was compiled for the timing, or for another row, is there for the training
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     child = subprocess.Popen(
         [sys.executable, __file__, *words, "--child", case.name],
         env={**compiled, **os.environ},
