@@ -13,7 +13,8 @@ HOURS = {
 }
 NEGLIGIBLE = 1e-9  # an item's weight in a profile, from which on the benchmark drops it
 BLOCK = 1 << 22  # events counted at a time
-SCORES = 1 << 25  # scores held at a time (float64)
+SCORES = 1 << 26  # scores held at a time (float32)
+TILE = 1 << 13  # items scored at a time, so that their scores are still in the cache when they are transposed
 
 
 class ItemKNN:
@@ -30,6 +31,7 @@ class ItemKNN:
         self.length = np.where(length > 0, length, 1.0)  # items without a training event: a zero vector, score 0
         counts.data /= np.repeat(self.length, np.diff(counts.indptr))
         self.items = counts
+        self.tiles = [_rows(counts, first, first + TILE) for first in range(0, store.num_items, TILE)]
         self.store, self.split = store, split
 
     def lists(
@@ -58,10 +60,12 @@ class ItemKNN:
             some = users[first : first + step]
             weights = self._weights(self.split.train_start[some], history_end[some], hours)
             profiles = (weights.multiply(self.length[None]).tocsr() @ self.items).toarray()
-            scores_VQ = self.items @ np.ascontiguousarray(profiles.T)
-            for number in range(len(some)):
-                # In float32 items with parallel vectors tie, which the order of float64 sums would tell apart.
-                scores = scores_VQ[:, number].astype(np.float32)
+            profiles = np.ascontiguousarray(profiles.T)
+            # In float32 items with parallel vectors tie, which the order of float64 sums would tell apart.
+            scores_QV = np.empty((len(some), self.store.num_items), np.float32)
+            for number, tile in enumerate(self.tiles):
+                scores_QV[:, number * TILE : (number + 1) * TILE] = (tile @ profiles).T
+            for number, scores in enumerate(scores_QV):
                 if candidates is not None:
                     scores[~candidates] = -np.inf
                 if seen is not None:
@@ -104,6 +108,14 @@ def _counts(store, split) -> sp.csr_matrix:
         sizes[first + 1 : last + 1] = np.bincount(owner, minlength=last - first)
     arrays = (np.concatenate(counts), np.concatenate(pairs), np.cumsum(sizes))
     return sp.csr_matrix(arrays, (store.num_users, store.num_items))
+
+
+def _rows(matrix: sp.csr_matrix, first: int, last: int) -> sp.csr_matrix:
+    """Some rows of a matrix, sharing its memory."""
+    pointers = matrix.indptr[first : last + 1]
+    part = slice(pointers[0], pointers[-1])
+    arrays = (matrix.data[part], matrix.indices[part], pointers - pointers[0])
+    return sp.csr_matrix(arrays, (len(pointers) - 1, matrix.shape[1]), copy=False)
 
 
 def _best(scores: np.ndarray, k: int) -> np.ndarray:

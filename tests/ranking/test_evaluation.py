@@ -152,6 +152,7 @@ def test_a_table_of_another_catalogue_is_refused():
 def test_item_knn_equals_cosines_of_a_dense_matrix(filter_seen, candidates, monkeypatch):
     monkeypatch.setattr(item_knn, "SCORES", 3 * ITEMS)  # three users at a time
     monkeypatch.setattr(item_knn, "BLOCK", 100)
+    monkeypatch.setattr(item_knn, "TILE", 7)
     data = FakeData()
     config = make_config(filter_seen=filter_seen, candidates=candidates, baselines=("item_knn",), knn_hours=(5.0,))
     counts = np.zeros((USERS, ITEMS))
