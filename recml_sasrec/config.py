@@ -28,14 +28,16 @@ class DataConfig:
     """Where the events come from and how they become batches."""
 
     source: Literal["synthetic", "yambda", "table", "lines"] = "synthetic"
-    path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it
+    path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it;
+    # with yambda also a directory laid out like the hub's (flat/50m/listens.parquet)
+    revision: str = ""  # source=yambda: branch, tag or commit of the hub's repository; empty: its main branch
     cache: str = ""  # folder of stores and generated files; empty: $RECML_SASREC_CACHE or ~/.cache/recml_sasrec
     user_column: str = "user_id"  # source=table
     item_column: str = "item_id"  # source=table
     time_column: str = "timestamp"  # source=table; empty: rows are already in time order
     yambda_size: Literal["50m", "500m", "5b"] = "50m"
     yambda_format: Literal["flat", "sequential"] = "flat"
-    yambda_event: Literal["listens", "likes", "dislikes"] = "listens"
+    yambda_event: Literal["listens", "likes", "dislikes", "unlikes", "undislikes", "multi_event"] = "listens"
     min_played_ratio: int = 0  # whole percent; 50 keeps Yambda's Listen+
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     length: int = 50  # N, positions of a row

@@ -21,6 +21,7 @@ import time
 VARIANTS = {
     "dense": "dense, multi-hot labels",
     "dense_sparse": "dense logits, sparse targets",
+    "three_sweep": "three sweeps in XLA: loss, dh, dE and db",
     "two_sweep": "two sweeps (recomputing backward)",
     "cut": "single sweep (cut_bce)",
     "matmuls": "the three matmuls alone",
@@ -124,6 +125,8 @@ def build(flags: argparse.Namespace, variant: str):
 
     if variant == "matmuls":
         return functools.partial(matmuls, tile=flags.tile or None)
+    if variant == "three_sweep":
+        return functools.partial(three_sweep, tile=flags.tile or None)
     head = {"dense": dense_bce, "dense_sparse": dense_sparse, "cut": cut_bce, "two_sweep": two_sweep}[variant]
     if variant in ("cut", "two_sweep") and flags.tile:
         head = functools.partial(head, tile=flags.tile)
@@ -135,12 +138,65 @@ def build(flags: argparse.Namespace, variant: str):
     return lambda h, table, targets, bias, weight: gradient(h, table, bias, targets, weight)
 
 
+def default_tile(tokens: int) -> int:
+    import jax
+
+    from recml_sasrec.heads import cut_xla
+
+    return cut_xla.default_tile(tokens, cut_xla.CPU_LOGITS if jax.default_backend() == "cpu" else cut_xla.GPU_LOGITS)
+
+
 def two_sweep(h_TD, table_VD, targets_TL, bias_V, weight_T, **options):
     """Forward sweep, then a backward that computes the logits again: cut_bce's per-token form, averaged."""
     from recml_sasrec.heads import cut_bce
 
     loss_T, counts = cut_bce(h_TD, table_VD, targets_TL, bias_V, weight_T, reduction="none", **options)
     return loss_T.sum() / weight_T.sum(), counts
+
+
+def three_sweep(h_TD, table_VD, targets_TL, bias_V, weight_T, tile):
+    """What XLA does without a kernel: the logits are computed for the loss, for dh, and for dE and db; 10 T V D."""
+    import jax
+    import jax.numpy as jnp
+
+    from recml_sasrec.heads import cut_bce
+    from recml_sasrec.heads.cut import positive_set
+
+    loss, counts = cut_bce(h_TD, table_VD, targets_TL, bias_V, weight_T, tile=tile)
+    weight_T = weight_T / weight_T.sum()
+    weighted_TD = (weight_T[:, None] * h_TD).astype(h_TD.dtype)
+    items = table_VD.shape[0]
+    tile = min(tile or default_tile(h_TD.shape[0]), items)
+    starts = jnp.arange(-(-items // tile)) * tile  # the last tile is whole, and what it repeats is left out
+
+    def sigmoids(start):
+        first = jnp.minimum(start, items - tile)
+        rows_KD, bias_K = (jax.lax.dynamic_slice_in_dim(x, first, tile) for x in (table_VD, bias_V))
+        z_KT = jnp.matmul(rows_KD, h_TD.T, preferred_element_type=jnp.float32) + bias_K[:, None]
+        fresh_K1 = (jnp.arange(tile) >= start - first)[:, None]
+        return first, rows_KD, jnp.where(fresh_K1, jax.nn.sigmoid(z_KT), 0)
+
+    def add_dh(dh_DT, start):
+        _, rows_KD, s_KT = sigmoids(start)
+        s_KT = s_KT.astype(h_TD.dtype)
+        return dh_DT + jnp.einsum("kd,kt->dt", rows_KD, s_KT, preferred_element_type=jnp.float32), None
+
+    def add_rows(carry, start):
+        first, _, s_KT = sigmoids(start)
+        parts = jnp.matmul(s_KT.astype(h_TD.dtype), weighted_TD, preferred_element_type=jnp.float32), s_KT @ weight_T
+        old = [jax.lax.dynamic_slice_in_dim(x, first, tile) for x in carry]
+        return [
+            jax.lax.dynamic_update_slice_in_dim(x, y + z, first, 0) for x, y, z in zip(carry, old, parts, strict=True)
+        ], None
+
+    dh_DT, _ = jax.lax.scan(add_dh, jnp.zeros(h_TD.shape[::-1]), starts)
+    (dtable_VD, dbias_V), _ = jax.lax.scan(add_rows, [jnp.zeros(table_VD.shape), jnp.zeros(items)], starts)
+    ids_TL, _ = positive_set(targets_TL, items)
+    rows_TLD = table_VD.at[ids_TL].get(mode="fill", fill_value=0)
+    dh_TD = weight_T[:, None] * (dh_DT.T - rows_TLD.astype(jnp.float32).sum(1))
+    dtable_VD = dtable_VD.at[ids_TL].add(-weighted_TD[:, None].astype(jnp.float32), mode="drop")
+    dbias_V = dbias_V.at[ids_TL].add(-weight_T[:, None], mode="drop")
+    return (loss, counts), (dh_TD.astype(h_TD.dtype), dtable_VD.astype(table_VD.dtype), dbias_V)
 
 
 def dense_sparse(h_TD, table_VD, targets_TL, bias_V, weight_T):
@@ -166,9 +222,7 @@ def matmuls(h_TD, table_VD, targets_TL, bias_V, weight_T, tile):
     import jax
     import jax.numpy as jnp
 
-    from recml_sasrec.heads import cut_xla
-
-    tile = min(tile or cut_xla.default_tile(h_TD.shape[0]), table_VD.shape[0])
+    tile = min(tile or default_tile(h_TD.shape[0]), table_VD.shape[0])
     h_DT = h_TD.T
 
     def step(dh_DT, start):

@@ -48,11 +48,10 @@ def cases(chip: str, part: str) -> list[dict]:
         return [case(512, 128, items=100_003), case(512, 64, bias=True, items=100_003)]
     if part == "schedule":
         return races + [case(2048, width, items=even, bias=True, schedule=True) for width in (64, 256)]
-    grid = [case(t, d, dtype) for t in (2048, 4096) for d in (64, 128, 256) for dtype in ("bfloat16", "float32")]
-    grid += [
-        case(4096, 128, dtype, bias=True, what=what) for dtype in ("bfloat16", "float32") for what in ("sweep", "head")
-    ]
-    return grid + ([case(65_536, 64, items=10**7, bias=True)] if chip == "v6e" else [])
+    dtypes = ("bfloat16", "float32")
+    grid = [case(t, d, dtype, what="head") for t in (2048, 4096) for d in (64, 128, 256) for dtype in dtypes]
+    grid += [case(4096, 128, dtype, bias=True, what=what) for dtype in dtypes for what in ("sweep", "head")]
+    return grid + ([case(65_536, 64, items=10**7, what="head")] if chip == "v6e" else [])
 
 
 def environment(chip: str, dump: str | None) -> dict[str, str]:

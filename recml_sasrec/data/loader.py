@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from recml_sasrec.config import Config
-from recml_sasrec.data import queries, synthetic, yambda
+from recml_sasrec.data import hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
@@ -36,8 +36,8 @@ def open_store_of(config: Config) -> Store:
     """
     data = config.data
     path = os.path.expanduser(data.path)
-    if not path and data.source == "yambda":
-        path = yambda.download(data.yambda_size, data.yambda_format, data.yambda_event)
+    if data.source == "yambda":
+        path = hub.locate(data)
     elif not path and data.source == "synthetic":
         path = synthetic.cached_file(data.synthetic, cache_folder(config))
     elif not path:

@@ -1,4 +1,4 @@
-"""The Yambda data set (arXiv 2505.22238): where its files are, what they hold, and its benchmark's clock."""
+"""The Yambda data set (arXiv 2505.22238): what its files hold, and its benchmark's clock; ``hub.py`` finds them."""
 
 from collections.abc import Iterator
 
@@ -17,11 +17,6 @@ from recml_sasrec.data.events import (
     parquet_batches,
 )
 
-REPO = "yandex/yambda"
-SIZES = ("50m", "500m", "5b")
-FORMATS = ("flat", "sequential")
-EVENTS = ("listens", "likes", "dislikes")
-
 # The benchmark's global temporal split, in seconds of the data set's clock (half-open intervals).
 HOUR, DAY = 3_600, 86_400
 LAST_SECOND = 26_000_000
@@ -33,40 +28,6 @@ LISTEN_PLUS = 50  # percent of the track
 
 _FLAT_ROWS = 1 << 19
 _SEQUENTIAL_ROWS = 64  # a row is a user's whole history, up to tens of thousands of events
-
-
-def file_name(size: str, format: str, event: str) -> str:
-    """The path of a file inside the hub's repository."""
-    for value, allowed in ((size, SIZES), (format, FORMATS), (event, EVENTS)):
-        if value not in allowed:
-            raise DataError(f"Yambda has no {value!r}; choose one of {', '.join(allowed)}")
-    return f"{format}/{size}/{event}.parquet"
-
-
-def download(size: str, format: str, event: str) -> str:
-    """Fetches a file through huggingface_hub (its cache, its resume, its offline mode); returns the local path.
-
-    Raises:
-        DataError: the hub can't be reached and the file is not in its cache.
-    """
-    import huggingface_hub
-
-    name = file_name(size, format, event)
-    try:
-        return huggingface_hub.hf_hub_download(REPO, name, repo_type="dataset")
-    except (OSError, ValueError) as error:  # all of the hub's own errors are one or the other
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise DataError(
-            f"{name!r} of the hub's data set {REPO!r} can't be fetched ({reason}); "
-            "connect to the hub once, or give config.data.path a local copy"
-        ) from error
-    except Exception as error:  # httpx's errors, which huggingface_hub lets through, are neither
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests"):
-            raise
-        raise DataError(
-            f"{name!r} of the hub's data set {REPO!r} can't be fetched ({type(error).__name__}); "
-            "connect to the hub once, or give config.data.path a local copy"
-        ) from error
 
 
 def read_yambda(path: str, min_played_ratio: int = 0) -> Iterator[EventBatch]:

@@ -29,7 +29,7 @@ dtypes of the cotangents are this module's. An implementation is a module with t
     above_T    [T]     int32: number of v with z_tv > threshold; None if threshold is None
     better_T   [T]     int32: number of v with z_tv > reference_t
     dh_TD      [T, D]  float32: w_t sum_v sigmoid(z_tv) E_v
-    dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t
+    dtable_VD  [V, D]  sum_t w_t sigmoid(z_tv) h_t, added in float32; rounded to bfloat16 for a bfloat16 table
     dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
 
 Any T, V, D >= 1. Logits are float32 (``preferred_element_type``) with the matmul precision of
@@ -39,19 +39,16 @@ even where the weight is 0. The functions are traced under jit, vmap (of everyth
 """
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
-from recml_sasrec.heads import cut_xla, ranks
+from recml_sasrec.heads import cut_tpu, cut_xla, ranks, rows
 
 Reduction = Literal["token_mean", "mean", "sum", "none"]
 Implementation = Literal["auto", "xla", "pallas_tpu"]
-_TPU_MODULE = "recml_sasrec.heads.cut_tpu"
 
 
 class Options(NamedTuple):
@@ -121,9 +118,9 @@ def cut_bce(
     options = Options(float(positive_weight), limit, tile, implementation, with_loss, with_ranks)
     op = token_losses if reduction == "none" else weighted_sum
     scale = normaliser(weight_T, reduction, table.shape[0])
-    # Within the weights the scale costs nothing; after the sweep it is a pass over the table's gradient. But half
-    # precision keeps weights of 0 and 1 exact only if they stay so.
-    before, after = (scale, 1.0) if h_TD.dtype == jnp.float32 else (1.0, scale)
+    # Within the weights the scale costs nothing; after the sweep it is a pass over the table's gradient and a second
+    # one in memory. But float16 has no digits left for hidden states divided by thousands of tokens.
+    before, after = (1.0, scale) if h_TD.dtype == jnp.float16 else (scale, 1.0)
     loss, stats, rank_T = op(h_TD, table, bias, targets_TL, weight_T * before, options)
     loss = (loss * after).reshape(shape if reduction == "none" else ())
     counts = counting.from_tokens(stats, weight_T, table.shape[0]) if with_counts else None
@@ -203,7 +200,7 @@ class _Sparse(NamedTuple):
 def _sparse(h_TD, table_VD, bias_V, targets_TL, positive_weight) -> _Sparse:
     """Replaces softplus(z) by positive_weight * softplus(-z) at the positives; -z exactly when the weight is 1."""
     ids_TL, mask_TL = positive_set(targets_TL, table_VD.shape[0])
-    rows_TLD = table_VD.at[ids_TL].get(mode="fill", fill_value=0)
+    rows_TLD = rows.take(table_VD, ids_TL)
     z_TL = jnp.einsum("td,tld->tl", h_TD, rows_TLD, preferred_element_type=jnp.float32)
     if bias_V is not None:
         z_TL += bias_V.at[ids_TL].get(mode="fill", fill_value=0)
@@ -244,7 +241,7 @@ def _forward(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
 
 
 def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options):
-    """(loss_T, stats, rank_T), (dh, dtable, dbias): the gradients, float32, are those of sum_t w_t loss_t."""
+    """(loss_T, stats, rank_T), (dh, dtable, dbias): gradients of sum_t w_t loss_t, in the dtypes of the sweep's."""
     h_TD, table_VD, bias_V = _common(h_TD, table_VD, bias_V)
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
     reference_T = _reference(sparse, h_TD, bias_V, options)
@@ -253,7 +250,7 @@ def _single_sweep(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options
     slope_TL = sparse.slope_TL * weight_T[:, None]
     dh_TD += jnp.einsum("tl,tld->td", slope_TL, sparse.rows_TLD, preferred_element_type=jnp.float32)
     updates_TLD = slope_TL[..., None] * h_TD[:, None].astype(jnp.float32)
-    dtable_VD = dtable_VD.at[sparse.ids_TL].add(updates_TLD, mode="drop")
+    dtable_VD = rows.add(dtable_VD, sparse.ids_TL, updates_TLD)
     if bias_V is not None:
         dbias_V = dbias_V.at[sparse.ids_TL].add(slope_TL, mode="drop")
     return _outputs(sparse, loss_T, above_T, better, weight_T, options), (dh_TD, dtable_VD, dbias_V)
@@ -330,17 +327,19 @@ def _dispatch(name: str, options: Options, h_TD, table_VD, bias_V, weight_T, ref
     weights = () if weight_T is None else (weight_T,)
     arguments = (h_TD, table_VD, bias_V, *weights, reference_T)
     xla = functools.partial(getattr(cut_xla, name), **keywords)
+    wide = cut_xla.default_tile(h_TD.shape[0], cut_xla.GPU_LOGITS)
+    gpu = xla if options.tile else functools.partial(xla, tile=wide)
+    # jax.devices() would mislead a compilation for another platform than the host's.
+    platforms = {"cuda": gpu, "rocm": gpu, "default": xla}
     if options.implementation == "xla":
-        return xla(*arguments)
-    tpu_module = importlib.import_module(_TPU_MODULE) if importlib.util.find_spec(_TPU_MODULE) else None
-    supported = tpu_module is not None and tpu_module.supports(h_TD, table_VD)
+        return jax.lax.platform_dependent(*arguments, **platforms)
+    supported = cut_tpu.supports(h_TD, table_VD)
     if options.implementation == "pallas_tpu" and not supported:
         shapes = f"hidden {h_TD.dtype}{list(h_TD.shape)} and table {list(table_VD.shape)}"
         raise ValueError(f"the Pallas TPU kernel does not support {shapes}; implementation='xla' does")
-    if not supported:
-        return xla(*arguments)
-    tpu = functools.partial(getattr(tpu_module, name), **keywords)
+    tpu = functools.partial(getattr(cut_tpu, name), **keywords)
     if options.implementation == "pallas_tpu":
         return tpu(*arguments)
-    # jax.devices() would mislead a compilation for another platform than the host's.
-    return jax.lax.platform_dependent(*arguments, tpu=tpu, default=xla)
+    if supported:
+        platforms["tpu"] = tpu
+    return jax.lax.platform_dependent(*arguments, **platforms)

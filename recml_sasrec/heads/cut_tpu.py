@@ -84,7 +84,8 @@ def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
     precise = table_VD.dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in _ONE_PASS  # type: ignore[attr-defined]
     precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
     items, width = table_VD.shape
-    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False)
+    rounded = gradients and table_VD.dtype == jnp.bfloat16 and plan.blocks == 1
+    return Spec(plan, items, width, threshold, loss, gradients, bias_V is not None, False, precision, False, rounded)
 
 
 _ONE_PASS = (None, "default", "fastest", "bfloat16", "BF16_BF16_F32")
@@ -108,12 +109,12 @@ def _wanted(spec) -> tuple[bool, ...]:
 
 
 @_sweep_p.def_abstract_eval
-def _(h_TD, *arrays, spec, batches):
+def _(h_TD, table_VD, *arrays, spec, batches):
     """``batches`` has an entry a vmap, outermost first: its size and which arguments have that leading axis."""
     f32, leading = jnp.dtype("float32"), tuple(size for size, _ in batches)
     tokens = h_TD.shape[-2]
     shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,), (tokens,)
-    dtypes = f32, jnp.dtype("int32"), f32, f32, f32, jnp.dtype("int32")
+    dtypes = f32, jnp.dtype("int32"), f32, jnp.dtype(_dtable_dtype(table_VD)), f32, jnp.dtype("int32")
     results = zip(shapes, dtypes, _wanted(spec), strict=True)
     return [jax.core.ShapedArray((*leading, *shape), dtype) for shape, dtype, wanted in results if wanted]
 
@@ -170,7 +171,11 @@ def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T):
         (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), jax.tree.map(lambda x: x[1:], blocks))
         outs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), outs, rest)
     loss_T, above_T, dh_TD, better_T = _unblock(outs, h_TD.shape[0])
-    return loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T
+    return loss_T, above_T, dh_TD, dtable_VD.astype(_dtable_dtype(table_VD)), dbias_V, better_T
+
+
+def _dtable_dtype(table_VD):
+    return table_VD.dtype if table_VD.dtype == jnp.bfloat16 else jnp.float32
 
 
 def _blocks(x, plan):
@@ -190,14 +195,14 @@ def _call(spec, table_VD, bias_V, block, dtable_VD=None):
     names = [*inputs, *outputs, *scratch]
     results = pl.pallas_call(
         lambda *refs: kernel(spec, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
-        grid=(pl.cdiv(spec.items, plan.items), plan.block // plan.tokens),
+        grid=(spec.cores, spec.tiles_per_core, plan.block // plan.tokens),
         in_specs=[block for _, block in inputs.values()],
         out_specs=[block for _, _, block in outputs.values()],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs.values()],
         scratch_shapes=list(scratch.values()),
         input_output_aliases={names.index("dtable_in"): list(outputs).index("dtable")} if spec.accumulate else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
         ),
         cost_estimate=pl.CostEstimate(
             flops=(6 if spec.gradients else 2) * plan.block * table_VD.size,
@@ -207,12 +212,12 @@ def _call(spec, table_VD, bias_V, block, dtable_VD=None):
         name="cut_bce_sweep" if spec.gradients else "cut_bce_forward",
     )(*(array for array, _ in inputs.values()))
     out = dict(zip(outputs, results, strict=True))
-    loss_C = out["loss"].sum(0) if spec.loss else None
-    above_C = None if spec.threshold is None else out["above"].sum(0)
-    better_C = out["better"].sum(0) if spec.reference else None
+    loss_C = out["loss"].sum((0, 1)) if spec.loss else None
+    above_C = None if spec.threshold is None else out["above"].sum((0, 1))
+    better_C = out["better"].sum((0, 1)) if spec.reference else None
     if not spec.gradients:
         return (loss_C, above_C, None, better_C), None, None
-    dh_CD = out["dh_t"].T[:, : spec.width] * block[1][:, None]
+    dh_CD = out["dh_t"].sum(0).T[:, : spec.width] * block[1][:, None]
     dtable = out["dtable"]
     if spec.accumulate and spec.ragged:
         # The interpreter returns an aliased output with its last tile's padding; for the compiler this is nothing.
@@ -232,32 +237,39 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     tokens, extension = h_CD.shape[0], EXTENSION if spec.folded else 0
     extended_CD = jnp.concatenate([h_CD, jnp.ones((tokens, extension), dtype)], 1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    if spec.columnar:
-        table, table_block = table_VD.T, pl.BlockSpec((spec.width, plan.items), lambda v, t: (0, v))
-    else:
-        table, table_block = table_VD, pl.BlockSpec((plan.items, spec.width), lambda v, t: (v, 0))
-    item_row = pl.BlockSpec((1, plan.items), lambda v, t: (0, v))
-    token_columns = pl.BlockSpec((spec.padded + extension, plan.tokens), lambda v, t: (0, t))
 
-    inputs = {"table": (table, table_block), "hidden_t": (extended_CD.T, token_columns)}
-    outputs, scratch = {}, {}
+    def of_items(rows: bool, width: int) -> pl.BlockSpec:
+        """A tile of the items, on the first or second axis. A core's tile too much is its last one, left alone."""
+        tile = lambda core, v: jnp.minimum(core * spec.tiles_per_core + v, spec.tiles - 1)  # noqa: E731
+        if rows:
+            return pl.BlockSpec((plan.items, width), lambda core, v, t: (tile(core, v), 0))
+        return pl.BlockSpec((width, plan.items), lambda core, v, t: (0, tile(core, v)))
+
+    def of_tokens(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((width, plan.tokens), lambda core, v, t: (0, t))
+
+    table, table_block = table_VD.T if spec.columnar else table_VD, of_items(not spec.columnar, spec.width)
+
+    inputs = {"table": (table, table_block), "hidden_t": (extended_CD.T, of_tokens(spec.padded + extension))}
+    outputs: dict = {}
+    scratch: dict = {}
     if spec.columnar or spec.copied or spec.folded:
         scratch["rows"] = pltpu.VMEM((plan.items, spec.padded + extension), dtype)
     if spec.copied or (spec.gradients and not spec.columnar):
         scratch["columns"] = pltpu.VMEM((spec.padded, plan.items), dtype)
     if spec.bias:
-        inputs["bias"] = (bias_V[None], item_row)
+        inputs["bias"] = (bias_V[None], of_items(False, 1))
     if (spec.bias or spec.ragged) and not spec.folded:
         scratch["offset"] = pltpu.VMEM((plan.items, LANES), f32)
     if spec.loss:
-        outputs["loss"] = ((ROWS, plan.block), f32, anywhere)
+        outputs["loss"] = ((spec.cores, ROWS, plan.block), f32, anywhere)
         scratch["loss_acc"] = pltpu.VMEM((ROWS, plan.block), f32)
     if spec.threshold is not None:
-        outputs["above"] = ((ROWS, plan.block), jnp.int32, anywhere)
+        outputs["above"] = ((spec.cores, ROWS, plan.block), jnp.int32, anywhere)
         scratch["above_acc"] = pltpu.VMEM((ROWS, plan.block), jnp.int32)
     if spec.reference:
-        inputs["reference"] = (reference_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
-        outputs["better"] = ((ROWS, plan.block), jnp.int32, anywhere)
+        inputs["reference"] = (reference_C[None], of_tokens(1))
+        outputs["better"] = ((spec.cores, ROWS, plan.block), jnp.int32, anywhere)
         scratch["better_acc"] = pltpu.VMEM((ROWS, plan.block), jnp.int32)
     if not spec.gradients:
         return inputs, outputs, scratch
@@ -268,20 +280,24 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     weighted_CD = weighted_CD.at[:, spec.padded : spec.padded + 1].set(1) if beside else weighted_CD
     weighted_CD = (weight_C[:, None] * weighted_CD).astype(dtype)
     if spec.columnar:
-        inputs["weighted"] = (weighted_CD.T, pl.BlockSpec((spec.padded + beside, plan.tokens), lambda v, t: (0, t)))
+        inputs["weighted"] = (weighted_CD.T, of_tokens(spec.padded + beside))
     else:
-        inputs["weighted"] = (weighted_CD, pl.BlockSpec((plan.tokens, spec.padded + beside), lambda v, t: (t, 0)))
-    outputs["dh_t"] = ((spec.padded, plan.block), f32, anywhere)
-    outputs["dtable"] = (table.shape, f32, table_block)
+        rows = pl.BlockSpec((plan.tokens, spec.padded + beside), lambda core, v, t: (t, 0))
+        inputs["weighted"] = (weighted_CD, rows)
+    outputs["dh_t"] = ((spec.cores, spec.padded, plan.block), f32, anywhere)
+    outputs["dtable"] = (table.shape, dtype if spec.rounded else f32, table_block)
+    if spec.rounded:
+        tile = (spec.width, plan.items) if spec.columnar else (plan.items, spec.width)
+        scratch["dtable_acc"] = pltpu.VMEM(tile, f32)
     if plan.dh == "hbm":
         scratch["dh_acc"] = pltpu.VMEM((2, spec.padded, plan.tokens), f32)
         scratch["semaphores"] = pltpu.SemaphoreType.DMA((2, 2))
     else:
         scratch["dh_acc"] = pltpu.VMEM((spec.padded, plan.block), f32)
     if spec.bias:
-        outputs["dbias"] = ((1, spec.items), f32, item_row)
+        outputs["dbias"] = ((1, spec.items), f32, of_items(False, 1))
         if not spec.folded:
-            inputs["weight"] = (weight_C[None], pl.BlockSpec((1, plan.tokens), lambda v, t: (0, t)))
+            inputs["weight"] = (weight_C[None], of_tokens(1))
         if not (spec.folded and spec.columnar):
             scratch["dbias_acc"] = pltpu.VMEM((plan.items, LANES), f32)
     if spec.accumulate:

@@ -15,7 +15,7 @@ logit.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -44,6 +44,7 @@ class Spec(NamedTuple):
     accumulate: bool  # dtable starts from an input instead of zero
     precision: lax.Precision  # of the matmuls
     reference: bool  # count the items above each token's reference logit
+    rounded: bool  # dtable leaves the chip in bfloat16
 
     @property
     def padded(self) -> int:
@@ -53,6 +54,18 @@ class Spec(NamedTuple):
     @property
     def ragged(self) -> bool:
         return self.items % self.plan.items != 0
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.items // self.plan.items)
+
+    @property
+    def cores(self) -> int:
+        return min(self.plan.cores, self.tiles)
+
+    @property
+    def tiles_per_core(self) -> int:
+        return -(-self.tiles // self.cores)
 
     @property
     def columnar(self) -> bool:
@@ -76,43 +89,66 @@ class Spec(NamedTuple):
         return self.bias and self.padded % self.plan.mxu_width != 0
 
 
+class _Place(NamedTuple):
+    """Where in the grid a step is: a core's tiles of the items, for each of them all tiles of the tokens."""
+
+    core: Any
+    v: Any  # tile of the items, of all
+    t: Any  # tile of the tokens
+    step: Any  # the core's
+    steps: Any  # the core's last step + 1
+    tokens: Any  # tiles of the tokens
+
+    @classmethod
+    def now(cls, spec: Spec) -> "_Place":
+        core, v, t, tokens = pl.program_id(0), pl.program_id(1), pl.program_id(2), pl.num_programs(2)
+        first, step = core * spec.tiles_per_core, v * tokens + t
+        tiles_ = spec.tiles if spec.cores == 1 else jnp.minimum(spec.tiles_per_core, spec.tiles - first)
+        return cls(core, first + v, t, step, tiles_ * tokens, tokens)
+
+
 def kernel(spec: Spec, refs):
-    """A grid step: tile ``program_id(0)`` of the items, ``program_id(1)`` of the tokens."""
-    v, t = pl.program_id(0), pl.program_id(1)
-    first = (v == 0) & (t == 0)
-    last = (v == pl.num_programs(0) - 1) & (t == pl.num_programs(1) - 1)
+    """A grid step: core ``program_id(0)``, its tile ``program_id(1)`` of the items, ``program_id(2)`` of the tokens."""
+    at = _Place.now(spec)
+    if spec.tiles % spec.cores:  # the last core has a tile less
+        pl.when(at.step < at.steps)(lambda: _step(spec, refs, at))
+    else:
+        _step(spec, refs, at)
+
+
+def _step(spec: Spec, refs, at: _Place):
     outputs = {"loss_acc": "loss", "above_acc": "above", "better_acc": "better"}
     resident = [name for name in outputs if hasattr(refs, name)]
     if spec.gradients and spec.plan.dh != "hbm":
         outputs["dh_acc"] = "dh_t"
         resident.append("dh_acc")
 
-    @pl.when(first)
+    @pl.when(at.step == 0)
     def _():
         for name in resident:
             _fill(getattr(refs, name), ROWS)
 
-    @pl.when(t == 0)
+    @pl.when(at.t == 0)
     def _():
-        _start_items(spec, refs, v)
+        _start_items(spec, refs, at.v)
 
     if spec.gradients and spec.plan.dh == "hbm":
-        _exchange_dh(spec, refs, v, t)
+        _exchange_dh(spec, refs, at)
     if spec.ragged and not spec.bias:  # only the last tile pays for its missing items
-        tail = v == pl.num_programs(0) - 1
-        pl.when(tail)(lambda: _Tile(spec, refs, t, True).run())
-        pl.when(jnp.logical_not(tail))(lambda: _Tile(spec, refs, t, False).run())
+        tail = at.v == spec.tiles - 1
+        pl.when(tail)(lambda: _Tile(spec, refs, at, True).run())
+        pl.when(jnp.logical_not(tail))(lambda: _Tile(spec, refs, at, False).run())
     else:
-        _Tile(spec, refs, t, spec.bias and not spec.folded).run()
+        _Tile(spec, refs, at, spec.bias and not spec.folded).run()
     if spec.gradients and spec.plan.dh == "hbm":
-        _store_dh(spec, refs, v, t, last)
-    if hasattr(refs, "dbias_acc"):
-        pl.when(t == pl.num_programs(1) - 1)(lambda: _finish_bias(refs))
+        _store_dh(spec, refs, at)
+    if spec.gradients:
+        pl.when(at.t == at.tokens - 1)(lambda: _finish_items(spec, refs))
 
-    @pl.when(last)
+    @pl.when(at.step == at.steps - 1)
     def _():
         for name in resident:
-            pltpu.sync_copy(getattr(refs, name), getattr(refs, outputs[name]))
+            pltpu.sync_copy(getattr(refs, name), getattr(refs, outputs[name]).at[at.core])
 
 
 def _fill(ref, rows, value_of=None):
@@ -145,7 +181,7 @@ def _start_items(spec, refs, v):
     lax.fori_loop(0, plan.items // LANES, chunk, 0)
     if spec.gradients:
         rows = ROWS if spec.columnar else LANES
-        _fill(refs.dtable, rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
+        _fill(_sums(refs), rows, (lambda at: refs.dtable_in[at, :]) if spec.accumulate else None)
         if spec.bias:
             _fill(getattr(refs, "dbias_acc", refs.dbias), LANES)
 
@@ -190,6 +226,20 @@ def _extension(spec, refs, at, item):
     return pieces_RK.astype(refs.table.dtype)
 
 
+def _sums(refs):
+    """Where dtable is added up."""
+    return getattr(refs, "dtable_acc", refs.dtable)
+
+
+def _finish_items(spec, refs):
+    """At a tile's last step: what its sums become."""
+    if spec.rounded:
+        rows = 2 * ROWS if spec.columnar else LANES
+        _fill(refs.dtable, rows, lambda at: refs.dtable_acc[at, :].astype(refs.dtable.dtype))
+    if hasattr(refs, "dbias_acc"):
+        _finish_bias(refs)
+
+
 def _finish_bias(refs):
     def chunk(i, _):
         at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
@@ -199,34 +249,34 @@ def _finish_bias(refs):
     lax.fori_loop(0, refs.dbias.shape[1] // LANES, chunk, 0)
 
 
-def _dh_copy(spec, refs, step, read: bool):
-    """The copy of step's part of dh from HBM into its slot, or back."""
-    slot, tile = step % 2, step % pl.num_programs(1)
-    hbm = refs.dh_t.at[:, pl.ds(pl.multiple_of(tile * spec.plan.tokens, spec.plan.tokens), spec.plan.tokens)]
+def _dh_copy(spec, refs, at: _Place, step, read: bool):
+    """The copy of a step's part of dh from HBM into its slot, or back."""
+    slot, first = step % 2, pl.multiple_of(step % at.tokens * spec.plan.tokens, spec.plan.tokens)
+    hbm = refs.dh_t.at[at.core, :, pl.ds(first, spec.plan.tokens)]
     vmem, semaphore = refs.dh_acc.at[slot], refs.semaphores.at[int(read), slot]
     return pltpu.make_async_copy(hbm, vmem, semaphore) if read else pltpu.make_async_copy(vmem, hbm, semaphore)
 
 
-def _exchange_dh(spec, refs, v, t):
+def _exchange_dh(spec, refs, at: _Place):
     """Before a step's arithmetic: its part of dh is in its slot, the next step's on its way into the other.
 
     The next part was last written T tiles ago, at the latest by the step before this one, which is waited for here.
     """
-    step, tiles_ = v * pl.num_programs(1) + t, pl.num_programs(1)
-    pl.when(step > 0)(lambda: _dh_copy(spec, refs, step - 1, False).wait())
-    following = (step + 1 >= tiles_) & (step + 1 < pl.num_programs(0) * tiles_)
-    pl.when(following)(lambda: _dh_copy(spec, refs, step + 1, True).start())
-    pl.when(v > 0)(lambda: _dh_copy(spec, refs, step, True).wait())
+    step = at.step
+    pl.when(step > 0)(lambda: _dh_copy(spec, refs, at, step - 1, False).wait())
+    following = (step + 1 >= at.tokens) & (step + 1 < at.steps)
+    pl.when(following)(lambda: _dh_copy(spec, refs, at, step + 1, True).start())
+    pl.when(step >= at.tokens)(lambda: _dh_copy(spec, refs, at, step, True).wait())
 
-    @pl.when(v == 0)
+    @pl.when(step < at.tokens)
     def _():
         _fill(refs.dh_acc.at[step % 2], ROWS)
 
 
-def _store_dh(spec, refs, v, t, last):
-    copy = _dh_copy(spec, refs, v * pl.num_programs(1) + t, False)
+def _store_dh(spec, refs, at: _Place):
+    copy = _dh_copy(spec, refs, at, at.step, False)
     copy.start()
-    pl.when(last)(copy.wait)
+    pl.when(at.step == at.steps - 1)(copy.wait)
 
 
 def _pack(pieces, dtype):
@@ -244,8 +294,8 @@ def _count_positive(logits):
 class _Tile:
     """The arithmetic of one grid step, sub-tile by sub-tile."""
 
-    def __init__(self, spec: Spec, refs, t, offset: bool):
-        self.spec, self.refs, self.t, self.offset, self.plan = spec, refs, t, offset, spec.plan
+    def __init__(self, spec: Spec, refs, at: _Place, offset: bool):
+        self.spec, self.refs, self.at, self.offset, self.plan = spec, refs, at, offset, spec.plan
         self.rows = getattr(refs, "rows", refs.table)
         self.columns = getattr(refs, "columns", refs.table)
         self.zeros = jnp.zeros((ROWS, self.plan.sub_tokens), jnp.float32)
@@ -286,7 +336,7 @@ class _Tile:
 
     def resident(self, c: slice):
         """The slice of a resident array [8, tokens] that belongs to tokens ``c`` of this tile."""
-        start = pl.multiple_of(self.t * self.plan.tokens + c.start, self.plan.sub_tokens)
+        start = pl.multiple_of(self.at.t * self.plan.tokens + c.start, self.plan.sub_tokens)
         return pl.ds(start, self.plan.sub_tokens)
 
     def logits(self, c, k):
@@ -336,12 +386,12 @@ class _Tile:
         refs, spec = self.refs, self.spec
         if spec.columnar:
             dtable_DK = self.dot(refs.weighted[:, c], s_KC, over=(1, 1))
-            refs.dtable[:, k] += dtable_DK[: spec.width]
+            _sums(refs)[:, k] += dtable_DK[: spec.width]
             if spec.folded:
                 refs.dbias[:, k] += dtable_DK[spec.padded : spec.padded + 1]
         else:
             dtable_KD = self.dot(s_KC, refs.weighted[c, :])
-            refs.dtable[k, :] += dtable_KD[:, : spec.width]
+            _sums(refs)[k, :] += dtable_KD[:, : spec.width]
             if spec.folded:
                 refs.dbias_acc[k, :] += dtable_KD[:, spec.width :]
         part_DC = self.dot(self.columns[:, k], s_KC)
@@ -349,8 +399,7 @@ class _Tile:
         if not last:
             return dh_DC
         if self.plan.dh == "hbm":
-            slot = (pl.program_id(0) * pl.num_programs(1) + self.t) % 2
-            refs.dh_acc[slot, :, c] += dh_DC
+            refs.dh_acc[self.at.step % 2, :, c] += dh_DC
         else:
             refs.dh_acc[:, self.resident(c)] += dh_DC
         return None
@@ -378,7 +427,7 @@ class _Tile:
             if self.offset:
                 z = z + self.offset_of(start, rows)
             z = jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
-            at = pl.ds(pl.multiple_of(self.t * self.plan.tokens + c, width), width)
+            at = pl.ds(pl.multiple_of(self.at.t * self.plan.tokens + c, width), width)
             refs.loss_acc[:, at] += z.reshape(-1, ROWS, width).sum(0)
             return 0
 

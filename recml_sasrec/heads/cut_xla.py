@@ -34,6 +34,8 @@ def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile
         s_KT = s_KT.astype(h_DT.dtype)
         dtable_KD = jnp.matmul(s_KT, weighted_TD, preferred_element_type=jnp.float32)
         dh_DT = dh_DT + jnp.einsum("kd,kt->dt", rows_KD, s_KT, preferred_element_type=jnp.float32)
+        if rows_KD.dtype == jnp.bfloat16:
+            dtable_KD = dtable_KD.astype(jnp.bfloat16)
         return (sums, dh_DT), (dtable_KD, dbias_K)
 
     carry = (_zeros(tokens, with_loss, limits), jnp.zeros(h_DT.shape, jnp.float32))
@@ -55,9 +57,13 @@ def forward_sweep(h_TD, table_VD, bias_V, reference_T=None, *, threshold, tile, 
     return _over_tiles(step, _zeros(tokens, with_loss, limits), items, tile)[0]
 
 
-def default_tile(tokens: int) -> int:
-    """Items of a tile: about 2^20 logits, so that a tile of them stays in the cache between its uses."""
-    return min(max(2**20 // max(tokens, 1) // _CHUNK, 1) * _CHUNK, 4096)
+CPU_LOGITS = 2**20  # of a tile: they stay in the cache between their uses
+GPU_LOGITS = 2**25  # enough for a product to fill the device
+
+
+def default_tile(tokens: int, logits: int = CPU_LOGITS) -> int:
+    """Items of a tile of about so many logits."""
+    return min(max(logits // max(tokens, 1) // _CHUNK, 1) * _CHUNK, logits // 256)
 
 
 def _limits(threshold, reference_T) -> tuple:

@@ -31,14 +31,15 @@ class Chip:
     vmem_bytes: int
     mxu_width: int
     packed: bool  # its vector unit computes in bfloat16, two values a lane
+    cores: int  # that share a JAX device and its memory; the items are split among them
 
 
 CHIPS = {
-    "v4": Chip("v4", 16 * _MIB, 128, False),
-    "v5e": Chip("v5e", 128 * _MIB, 128, False),
-    "v5p": Chip("v5p", 64 * _MIB, 128, False),
-    "v6e": Chip("v6e", 128 * _MIB, 256, True),
-    "7x": Chip("7x", 64 * _MIB, 256, True),
+    "v4": Chip("v4", 16 * _MIB, 128, False, 2),
+    "v5e": Chip("v5e", 128 * _MIB, 128, False, 1),
+    "v5p": Chip("v5p", 64 * _MIB, 128, False, 2),
+    "v6e": Chip("v6e", 128 * _MIB, 256, True, 1),
+    "7x": Chip("7x", 64 * _MIB, 256, True, 1),
 }
 
 
@@ -52,7 +53,7 @@ def current_chip() -> Chip:
     except (ValueError, RuntimeError, NotImplementedError):
         return CHIPS["v4"]
     name = str(info.chip_version)
-    return Chip(name, info.vmem_capacity_bytes, info.mxu_column_size, info.generation >= 6)
+    return Chip(name, info.vmem_capacity_bytes, info.mxu_column_size, info.generation >= 6, info.num_cores)
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,16 @@ class Plan:
     block: int  # tokens of one kernel call, a multiple of ``tokens``; all of them unless dh == "blocks"
     blocks: int
     packed: bool  # bfloat16 arithmetic where it is exact
+    cores: int  # each sweeps its share of the V tiles for all tokens, with a dh of its own
     mxu_width: int
     vmem_bytes: int  # what the kernel is counted to need
     vmem_limit: int  # what the compiler is allowed, its own scratch included
 
     def __str__(self) -> str:
+        cores = f"{self.cores} cores, " if self.cores > 1 else ""
         calls = f"{self.blocks} blocks of {self.block} tokens" if self.blocks > 1 else f"{self.block} tokens"
         return (
-            f"{self.chip}: {calls}, tile {self.items} items x {self.tokens} tokens by {self.sub_items} x "
+            f"{self.chip}: {cores}{calls}, tile {self.items} items x {self.tokens} tokens by {self.sub_items} x "
             f"{self.sub_tokens}, dh {self.dh}, VMEM {self.vmem_bytes / _MIB:.1f} of {self.vmem_limit / _MIB:.0f} MiB"
         )
 
@@ -169,7 +172,7 @@ def _sized(tokens, width, itemsize, chip, gradients, ranks, dh, sub, block) -> P
         need += 2 * table_tile * 4 if dh == "blocks" and block < total else 0
         need += rows * 4 * (2 * tile_tokens if dh == "hbm" else block)
     sizes = (tile_items, tile_tokens, sub_items, sub_tokens)
-    return Plan(chip.name, dh, *sizes, block, -(-total // block), chip.packed, chip.mxu_width, need, 0)
+    return Plan(chip.name, dh, *sizes, block, -(-total // block), chip.packed, chip.cores, chip.mxu_width, need, 0)
 
 
 def _fitting_block(size, budget: int) -> int:

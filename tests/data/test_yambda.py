@@ -7,9 +7,9 @@ import pytest
 from event_helpers import collect
 
 from recml_sasrec.config import SyntheticConfig
-from recml_sasrec.data import synthetic, yambda
+from recml_sasrec.data import synthetic
 from recml_sasrec.data.events import DataError
-from recml_sasrec.data.yambda import file_name, read_yambda
+from recml_sasrec.data.yambda import read_yambda
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +86,3 @@ def test_what_is_wrong_with_a_file_is_one_sentence(flat, tmp_path):
     pq.write_table(pa.table(mixed), tmp_path / "mixed.parquet")
     with pytest.raises(DataError, match="a list in every column but uid"):
         collect(read_yambda(str(tmp_path / "mixed.parquet")))
-
-
-def test_the_hub_is_asked_for_the_file_by_its_path(monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or "/local")
-    assert yambda.download("50m", "flat", "listens") == "/local"
-    assert asked == [(("yandex/yambda", "flat/50m/listens.parquet"), {"repo_type": "dataset"})]
-    assert file_name("5b", "sequential", "likes") == "sequential/5b/likes.parquet"
-    with pytest.raises(DataError, match="no '5m'; choose one of 50m, 500m, 5b"):
-        file_name("5m", "flat", "listens")
-
-
-def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
-    pytest.importorskip("huggingface_hub")
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"can't be fetched .* give config.data.path a local copy") as caught:
-        yambda.download("50m", "flat", "listens")
-    assert "\n" not in str(caught.value)

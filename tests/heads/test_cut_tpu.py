@@ -18,10 +18,11 @@ TILE = {"tile": 128, "token_tile": 128}
 
 
 @contextlib.contextmanager
-def interpreter():
-    """Runs Pallas TPU kernels on the host as a TPU would run them; fails on a race."""
+def interpreter(cores=1):
+    """Runs Pallas TPU kernels on the host as a TPU of so many cores a device would run them; fails on a race."""
     pltpu.reset_tpu_interpret_mode_state()
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores)
+    with pltpu.force_tpu_interpret_mode(params):
         yield
     assert not interpret_pallas_call.races.races_found
 
@@ -48,7 +49,7 @@ def check(arguments, chip="v6e", threshold=0.0, tolerance=1e-4, **overrides):
     shape = (h_TD.shape[0], *table_VD.shape, h_TD.dtype.itemsize, tiles.CHIPS[chip])
     plan = tiles.plan(*shape, **(TILE | overrides))
     forward = tiles.plan(*shape, gradients=False, **(TILE | {k: v for k, v in overrides.items() if k != "dh"}))
-    with interpreter():
+    with interpreter(plan.cores):
         results = cut_tpu.sweep(*arguments, threshold=threshold, tile=None, plan=plan)
         loss_T, above_T = cut_tpu.forward_sweep(h_TD, table_VD, bias_V, threshold=threshold, tile=None, plan=forward)
     expected = wanted(*arguments, threshold)
@@ -62,11 +63,33 @@ def check(arguments, chip="v6e", threshold=0.0, tolerance=1e-4, **overrides):
     return plan
 
 
-@pytest.mark.parametrize("dh", ["resident", "hbm", "blocks"])
-def test_every_way_to_accumulate_dh_agrees_with_float64_on_ragged_shapes(dh):
+# Every chip takes every way for dh, each with the sub-tiles, packing and matrix unit its own plan has: the plan of the
+# reference shape with tiles small enough for the interpreter.
+SHAPES = {"resident": (200, 300, 50), "hbm": (200, 300, 128), "blocks": (200, 200, 24)}
+
+
+@pytest.mark.parametrize("chip", tiles.CHIPS)
+@pytest.mark.parametrize("dh", SHAPES)
+def test_every_chip_s_plan_and_way_to_accumulate_dh_agree_with_float64_on_ragged_shapes(chip, dh):
     block = {"block": 128} if dh == "blocks" else {}
-    plan = check(background(200, 300, 50), dh=dh, **block)
+    plan = check(background(*SHAPES[dh]), chip, dh=dh, **block)
     assert plan.dh == dh and plan.blocks == (2 if block else 1)
+    assert (plan.chip, plan.mxu_width, plan.cores) == (chip, tiles.CHIPS[chip].mxu_width, tiles.CHIPS[chip].cores)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_longer_sub_tiles_as_in_the_reference_shape(chip):
+    """The plan of 2,048 tokens has sub-tiles of 512 x 512 or 512 x 256; here one tile of one or two of them."""
+    full = tiles.plan(2_048, 876_939, 128, 4, tiles.CHIPS[chip])
+    plan = check(background(500, 600, 16), chip, tile=512, token_tile=512)
+    assert (plan.sub_items, plan.sub_tokens) == (full.sub_items, full.sub_tokens)
+
+
+@pytest.mark.parametrize("dh", SHAPES)
+def test_bfloat16_sums_in_float32_and_rounds_the_table_s_gradient_once(dh):
+    block = {"block": 128} if dh == "blocks" else {}
+    arguments = background(140, 260, SHAPES[dh][2], "bfloat16", bias=dh != "resident", scale=0.3)
+    check(arguments, tolerance=1e-2, dh=dh, **block)
 
 
 @pytest.mark.parametrize("chip", ["v4", "v6e"])
@@ -87,10 +110,6 @@ def test_huge_logits_are_summed_one_by_one_and_do_not_overflow():
     arguments = background(5, 130, 16, scale=400.0)
     assert np.abs(arguments[0] @ arguments[1].T).max() > 1_000
     check(arguments, "v5e", threshold=1.0)
-
-
-def test_bfloat16_sums_in_float32():
-    check(background(140, 260, 64, "bfloat16", bias=False, scale=0.3), tolerance=1e-2)
 
 
 def test_a_sweep_without_loss_and_counts_has_the_same_gradients():
