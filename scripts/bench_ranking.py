@@ -31,6 +31,7 @@ VARIANTS = {
     "decay_pop": "DecayPop",
     "item_knn": "ItemKNN",
 }
+BASELINES = ("most_pop", "decay_pop", "item_knn")
 TEST_START, GAP, DAY = 25_913_600, 1_800, 86_400  # Yambda's clock
 
 
@@ -45,12 +46,12 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--folder", flags.folder]
         variants = flags.variants.split(",")
         workers = {name: start([*command, "--variant", name]) for name in variants}
-        times: dict[str, list[float]] = {name: [] for name in variants}
+        times: dict[str, list[list[float]]] = {name: [] for name in variants}  # [wall, CPU] seconds of each call
         for turn in range(flags.repeats):
             for name in variants:
-                if turn == 0 or name not in ("most_pop", "decay_pop", "item_knn"):  # a second call would find caches
+                if turn == 0 or name not in BASELINES:  # a second call would find what the first remembered
                     times[name].append(ask(workers[name], "run"))
-        peaks = {name: ask(worker, "peak") for name, worker in workers.items()}
+        peaks = {name: ask(worker, "peak")[0] for name, worker in workers.items()}
         for worker in workers.values():
             worker.stdin.close()
             worker.wait()
@@ -79,10 +80,10 @@ def start(command: list[str]) -> subprocess.Popen:
     return worker
 
 
-def ask(worker: subprocess.Popen, what: str) -> float:
+def ask(worker: subprocess.Popen, what: str) -> list[float]:
     worker.stdin.write(f"{what}\n")
     worker.stdin.flush()
-    return float(worker.stdout.readline())
+    return [float(word) for word in worker.stdout.readline().split()]
 
 
 def write_events(flags: argparse.Namespace) -> None:
@@ -151,9 +152,9 @@ def work(flags: argparse.Namespace) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "run":
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             call()
-            print(time.perf_counter() - begin, flush=True)
+            print(time.perf_counter() - begin, time.process_time() - busy, flush=True)
         else:
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, flush=True)
 
@@ -163,7 +164,7 @@ def prepare(flags: argparse.Namespace):
     from recml_sasrec.ranking import evaluation
 
     config, data = make_config(flags), open_events(flags)
-    if flags.variant in ("most_pop", "decay_pop", "item_knn"):
+    if flags.variant in BASELINES:
         config.evaluation.baselines = (flags.variant,)
         return lambda: evaluation.evaluate_baselines(config, data, "test")
     call = ranking_call(flags, config, data)
@@ -216,17 +217,21 @@ def scores_alone(hidden_QD, table_VD, tile: int = 16_384):
     return jax.lax.scan(step, jnp.zeros((len(hidden_QD), tile)), begins)[0]
 
 
-def report(flags: argparse.Namespace, times: dict[str, list[float]], peaks: dict[str, float]) -> None:
+def report(flags: argparse.Namespace, times: dict[str, list[list[float]]], peaks: dict[str, float]) -> None:
     print(f"{flags.users:,} users, k {flags.k}, V {flags.items:,}, D {flags.width}, {flags.events:,} events; float32,")
     print(f"{os.cpu_count()} threads, median of {flags.repeats} interleaved calls (baselines: one call)")
     if hasattr(os, "getloadavg"):
         print("load average {:.1f}, {:.1f}, {:.1f} (1, 5, 15 minutes)".format(*os.getloadavg()))
-    print("\n| what | s | fastest s | x the scores alone | peak GiB |")
-    print("|---|---|---|---|---|")
-    for name, values in times.items():
-        middle = statistics.median(values)
-        ratio = f"{middle / statistics.median(times['product']):.2f}" if "product" in times else "-"
-        print(f"| {VARIANTS[name]} | {middle:.1f} | {min(values):.1f} | {ratio} | {peaks[name]:.2f} |")
+    print("\n| what | s | x the scores alone | CPU s | x the scores alone | peak GiB |")
+    print("|---|---|---|---|---|---|")
+    wall = {name: statistics.median(w for w, _ in calls) for name, calls in times.items()}
+    busy = {name: min(b for _, b in calls) for name, calls in times.items()}
+    for name in times:
+        cells = []
+        for seconds in (wall, busy):
+            ratio = seconds[name] / seconds["product"] if "product" in seconds and name not in BASELINES else None
+            cells += [f"{seconds[name]:.1f}", f"{ratio:.2f}" if ratio else "-"]
+        print(f"| {VARIANTS[name]} | {' | '.join(cells)} | {peaks[name]:.2f} |")
 
 
 if __name__ == "__main__":
