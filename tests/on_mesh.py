@@ -9,6 +9,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
 import jax
 import numpy as np
+import optax
 
 from recml_sasrec import sharding
 from recml_sasrec.data.loader import open_data
@@ -21,7 +22,7 @@ MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
 
 
 def train(data, mesh: tuple[int, int] | None, config) -> dict:
-    """Losses of every step, final parameters and sums, and the test metrics; on one device without a mesh."""
+    """Losses of every step, the first gradients, final sums and test metrics; on one device without a mesh."""
     if mesh is None:
         sharding.jax.device_count = lambda: 1
     else:
@@ -30,16 +31,18 @@ def train(data, mesh: tuple[int, int] | None, config) -> dict:
     sharding.jax.device_count = DEVICES
     compiled = run.compile_step()
     state, batches, losses = run.init(), run.batches(0), []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         before = float(state.metrics.loss)
         state = compiled(state, next(batches))
         losses.append(float(state.metrics.loss) - before)
+        if step == 0:
+            (adam,) = (x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x))
+            gradients = [np.asarray(x)[: data.store.num_items].tolist() for x in jax.tree.leaves(adam.mu)]
     batches.close()
-    items = data.store.num_items
-    specs = {jax.tree_util.keystr(path): str(leaf.sharding.spec) for path, leaf in jax.tree.leaves_with_path(state)}
+    specs = {jax.tree_util.keystr(path): list(leaf.sharding.spec) for path, leaf in jax.tree.leaves_with_path(state)}
     return {
         "losses": losses,
-        "params": [np.asarray(x)[:items].tolist() for x in jax.tree.leaves(state.params)],
+        "gradients": gradients,
         "counts": [int(x) for x in state.metrics.counts],
         "ranks": [int(state.metrics.ranks.tokens), *state.metrics.ranks.hits.tolist()],
         "metrics": run.evaluate(state.params, "test", StopRequest()),
@@ -47,6 +50,10 @@ def train(data, mesh: tuple[int, int] | None, config) -> dict:
         "rows": run.layout.table_rows,
         "gathered": re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text()),
     }
+
+
+def is_adam(node: object) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
 
 
 DEVICES = jax.device_count

@@ -24,7 +24,7 @@ class Placement(NamedTuple):
 
     mesh: with the axes ``data`` and ``items``; table and bias are split by rows over ``items``.
     tokens: the axes over which the first axis of hidden, targets and weights is split.
-    gather: what moves between the devices of an ``items`` axis. The table only where each of them has tokens of its own.
+    gather: what moves between the devices of an ``items`` axis; the table only where each has tokens of its own.
     """
 
     mesh: Mesh
