@@ -12,7 +12,7 @@ the cotangent is a scalar the forward rule runs that sweep and the backward rule
 Implementations (``cut_xla``, ``cut_tpu``) only do the dense background; targets, reductions, temperature and
 dtypes of the cotangents are this module's. An implementation is a module with these functions:
 
-    sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile, with_loss=True)
+    sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, positives=None, *, threshold, tile, with_loss=True)
         -> (loss_T, above_T, dh_TD, dtable_VD, dbias_V), and better_T if there is a reference
     forward_sweep(h_TD, table_VD, bias_V, reference_T=None, *, threshold, tile, with_loss=True)
         -> (loss_T, above_T), and better_T if there is a reference
@@ -23,13 +23,15 @@ dtypes of the cotangents are this module's. An implementation is a module with t
     bias_V     [V]     float32, or None
     weight_T   [T]     float32: any sign, 0 for masked tokens. For reduction="none" it is weight times cotangent.
     reference_T [T]    float32, or None: no ranks wanted
+    positives  (ids_TL int32 in [0, V], slope_TL float32), or None; V is padding
     threshold  float, or None: no counts wanted
     tile       int, or None: chosen by the implementation
     loss_T     [T]     float32: sum_v softplus(z_tv), **not** weighted; None without with_loss
     above_T    [T]     int32: number of v with z_tv > threshold; None if threshold is None
     better_T   [T]     int32: number of v with z_tv > reference_t
     dh_TD      [T, D]  float32: w_t sum_v sigmoid(z_tv) E_v
-    dtable_VD  [V, D]  sum_t w_t sigmoid(z_tv) h_t, added in float32; rounded to bfloat16 for a bfloat16 table
+    dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t, and where positives are given slope_tl h_t at the rows
+                       ids_tl; of bfloat16 arguments it is then rounded to bfloat16, once
     dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
 
 Any T, V, D >= 1. Logits are float32 (``preferred_element_type``) with the matmul precision of
@@ -232,6 +234,12 @@ def _sparse(h_TD, table_VD, bias_V, targets_TL, positive_weight) -> _Sparse:
     return _Sparse(ids_TL, mask_TL, rows_TLD, z_TL, loss_T, jnp.where(mask_TL, slope_TL, 0))
 
 
+def _rounded(x, dtype):
+    """x as of the dtype, still float32: XLA would take a pair of casts for nothing."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
 def _reference(sparse: _Sparse, h_TD, bias_V, options: Options):
     if not options.ranks:
         return None
@@ -273,7 +281,7 @@ def _forward_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Option
     loss_T = above_T = None
     better = ()
     if options.loss or options.threshold is not None or options.ranks:
-        loss_T, above_T, *better = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V, None, reference_T)
+        loss_T, above_T, *better = _dispatch("forward_sweep", options, h_TD, table_VD, bias_V, reference_T)
     return _sums(sparse, loss_T, above_T, better, options), None
 
 
@@ -281,14 +289,18 @@ def _sweep_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options)
     """(_Sums, (dh, dtable, dbias)) of a shard of the table."""
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
     reference_T = _reference(sparse, h_TD, bias_V, options)
-    results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T)
-    loss_T, above_T, dh_TD, dtable_VD, dbias_V, *better = results
     slope_TL = sparse.slope_TL * weight_T[:, None]
-    dh_TD += jnp.einsum("tl,tld->td", slope_TL, sparse.rows_TLD, preferred_element_type=jnp.float32)
-    updates_TLD = slope_TL[..., None] * h_TD[:, None].astype(jnp.float32)
-    dtable_VD = rows.add(dtable_VD, sparse.ids_TL, updates_TLD)
+    exact_TL = slope_TL
+    if h_TD.dtype != jnp.float32:
+        # The products take sigmoids of few bits. What those lack would be all there is where a target's is near 1.
+        s_TL = jax.nn.sigmoid(sparse.logits_TL)
+        slope_TL += jnp.where(sparse.mask_TL, s_TL - _rounded(s_TL, h_TD.dtype), 0) * weight_T[:, None]
+    positives = sparse.ids_TL, slope_TL
+    results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T, positives)
+    loss_T, above_T, dh_TD, dtable_VD, dbias_V, *better = results
+    dh_TD += (slope_TL[..., None] * sparse.rows_TLD.astype(jnp.float32)).sum(1)
     if bias_V is not None:
-        dbias_V = dbias_V.at[sparse.ids_TL].add(slope_TL, mode="drop")
+        dbias_V = dbias_V.at[sparse.ids_TL].add(exact_TL, mode="drop")
     return _sums(sparse, loss_T, above_T, better, options), (dh_TD, dtable_VD, dbias_V)
 
 
@@ -370,11 +382,10 @@ def _dot_weights(weight_T, loss_T):
     return jnp.where(weight_T != 0, weight_T * loss_T, 0).sum()
 
 
-def _dispatch(name: str, options: Options, h_TD, table_VD, bias_V, weight_T, reference_T):
+def _dispatch(name: str, options: Options, h_TD, table_VD, *others):
     """Runs ``sweep`` or ``forward_sweep`` of the implementation for the platform being lowered for."""
     keywords = {"threshold": options.threshold, "tile": options.tile, "with_loss": options.loss}
-    weights = () if weight_T is None else (weight_T,)
-    arguments = (h_TD, table_VD, bias_V, *weights, reference_T)
+    arguments = (h_TD, table_VD, *others)
     xla = functools.partial(getattr(cut_xla, name), **keywords)
     wide = cut_xla.default_tile(h_TD.shape[0], cut_xla.GPU_LOGITS)
     gpu = xla if options.tile else functools.partial(xla, tile=wide)

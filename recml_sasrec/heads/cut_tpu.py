@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from recml_sasrec.heads import tiles
-from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, LANES, ROWS, Spec, kernel
+from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, LANES, ROWS, UPDATES, Spec, kernel
+from recml_sasrec.heads.rows import add_positives
 
 
 def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
@@ -40,6 +41,7 @@ def sweep(
     bias_V,
     weight_T,
     reference_T: jax.Array | None = None,
+    positives: tuple[jax.Array, jax.Array] | None = None,
     *,
     threshold,
     tile,
@@ -52,7 +54,11 @@ def sweep(
     """
     plan = plan or plan_for(h_TD, table_VD, tile=tile, ranks=reference_T is not None)
     spec = _spec(plan, table_VD, threshold, with_loss, True, bias_V)._replace(reference=reference_T is not None)
-    results = _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T)
+    updates = _sorted_updates(spec, h_TD, positives) if spec.rounded else ()
+    loss_T, above_T, dh_TD, dtable_VD, *others = _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T, *updates)
+    if positives is not None and not spec.rounded:
+        dtable_VD = add_positives(dtable_VD, h_TD, *positives)
+    results = loss_T, above_T, dh_TD, dtable_VD, *others
     return results if spec.reference else results[:5]
 
 
@@ -76,7 +82,9 @@ def forward_sweep(
 
 def kernel_call(plan: tiles.Plan, h_TD, table_VD, bias_V, weight_T):
     """``sweep`` with loss and counts, traced at once: for those who look at the program."""
-    return _sweep(_spec(plan, table_VD, 0.0, True, True, bias_V), h_TD, table_VD, bias_V, weight_T, None)
+    spec = _spec(plan, table_VD, 0.0, True, True, bias_V)
+    updates = _sorted_updates(spec, h_TD, None) if spec.rounded else ()
+    return _sweep(spec, h_TD, table_VD, bias_V, weight_T, None, updates)
 
 
 def _spec(plan, table_VD, threshold, loss, gradients, bias_V) -> Spec:
@@ -96,9 +104,9 @@ _sweep_p = Primitive("cut_bce_tpu")
 _sweep_p.multiple_results = True
 
 
-def _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T=None):
+def _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T=None, *updates):
     """(loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T), None where the spec has none."""
-    arrays = [x for x in (h_TD, table_VD, bias_V, weight_T, reference_T) if x is not None]
+    arrays = [x for x in (h_TD, table_VD, bias_V, weight_T, reference_T, *updates) if x is not None]
     results = iter(_sweep_p.bind(*arrays, spec=spec, batches=()))
     return tuple(next(results) if wanted else None for wanted in _wanted(spec))
 
@@ -114,7 +122,8 @@ def _(h_TD, table_VD, *arrays, spec, batches):
     f32, leading = jnp.dtype("float32"), tuple(size for size, _ in batches)
     tokens = h_TD.shape[-2]
     shapes = (tokens,), (tokens,), (tokens, spec.width), (spec.items, spec.width), (spec.items,), (tokens,)
-    dtypes = f32, jnp.dtype("int32"), f32, jnp.dtype(_dtable_dtype(table_VD)), f32, jnp.dtype("int32")
+    dtable = table_VD.dtype if spec.rounded else f32
+    dtypes = f32, jnp.dtype("int32"), f32, dtable, f32, jnp.dtype("int32")
     results = zip(shapes, dtypes, _wanted(spec), strict=True)
     return [jax.core.ShapedArray((*leading, *shape), dtype) for shape, dtype, wanted in results if wanted]
 
@@ -143,7 +152,7 @@ def _traced(*arrays, spec, batches):
     weight_T = rest.pop(0) if spec.gradients else None
     reference_T = rest.pop(0) if spec.reference else None
     if spec.gradients:
-        results = _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T)
+        results = _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T, rest)
     else:
         blocks = jax.tree.map(lambda x: _blocks(x, spec.plan), (h_TD, None, reference_T))
         outs = lax.map(lambda block: _call(spec, table_VD, bias_V, block)[0], blocks)
@@ -156,10 +165,34 @@ batching.primitive_batchers[_sweep_p] = _batch
 mlir.register_lowering(_sweep_p, mlir.lower_fun(_traced, multiple_results=True))
 
 
-def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T):
+def _sorted_updates(spec, h_TD, positives):
+    """What the positives add to rows of the table, by id: starts of the tiles, and chunks of int32 ids and of rows.
+
+    A row is two of bfloat16, the second what the first lacks, so a chunk has its ids twice. Padding has the id V and
+    adds nothing. There is a chunk too much, which a tile without updates may read.
+    """
+    items = spec.items
+    ids_TL, slope_TL = positives or (jnp.zeros((h_TD.shape[0], 0), jnp.int32), jnp.zeros((h_TD.shape[0], 0)))
+    size, slots = ids_TL.size, max(ids_TL.shape[1], 1)
+    padding = (0, UPDATES - size % UPDATES)
+    ids_R = jnp.pad(ids_TL.reshape(-1), padding, constant_values=items)
+    order_R = jnp.argsort(ids_R)
+    ids_R = ids_R[order_R]
+    slope_R = jnp.pad(slope_TL.reshape(-1), padding)[order_R]
+    tokens_R = jnp.minimum(order_R // slots, h_TD.shape[0] - 1)
+    updates_RD = slope_R[:, None] * h_TD[tokens_R].astype(jnp.float32)
+    first_RD = lax.reduce_precision(updates_RD, exponent_bits=8, mantissa_bits=7)
+    halves = [x.astype(h_TD.dtype).reshape(-1, UPDATES, spec.width) for x in (first_RD, updates_RD - first_RD)]
+    bounds = jnp.minimum(jnp.arange(spec.tiles + 1) * spec.plan.items, items)
+    starts = jnp.searchsorted(ids_R, bounds).astype(jnp.int32)
+    ids = ids_R.reshape(-1, 1, UPDATES)
+    return starts, jnp.concatenate([ids, ids], 2), jnp.concatenate(halves, 1)
+
+
+def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T, updates=()):
     """One call, or one a block of tokens with the table's gradient handed from call to call."""
     blocks = jax.tree.map(lambda x: _blocks(x, spec.plan), (h_TD, weight_T, reference_T))
-    out, dtable_VD, dbias_V = _call(spec, table_VD, bias_V, jax.tree.map(lambda x: x[0], blocks))
+    out, dtable_VD, dbias_V = _call(spec, table_VD, bias_V, jax.tree.map(lambda x: x[0], blocks), updates=updates)
     outs = jax.tree.map(lambda x: x[None], out)
     if spec.plan.blocks > 1:
         spec = spec._replace(accumulate=True)
@@ -171,11 +204,7 @@ def _sweep(spec, h_TD, table_VD, bias_V, weight_T, reference_T):
         (dtable_VD, dbias_V), rest = lax.scan(step, (dtable_VD, dbias_V), jax.tree.map(lambda x: x[1:], blocks))
         outs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), outs, rest)
     loss_T, above_T, dh_TD, better_T = _unblock(outs, h_TD.shape[0])
-    return loss_T, above_T, dh_TD, dtable_VD.astype(_dtable_dtype(table_VD)), dbias_V, better_T
-
-
-def _dtable_dtype(table_VD):
-    return table_VD.dtype if table_VD.dtype == jnp.bfloat16 else jnp.float32
+    return loss_T, above_T, dh_TD, dtable_VD, dbias_V, better_T
 
 
 def _blocks(x, plan):
@@ -188,10 +217,10 @@ def _unblock(outs, tokens):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], outs)
 
 
-def _call(spec, table_VD, bias_V, block, dtable_VD=None):
+def _call(spec, table_VD, bias_V, block, dtable_VD=None, updates=()):
     """One kernel over a block of tokens (h, weight, reference): ((loss, above, dh, better), dtable, dbias)."""
     plan = spec.plan
-    inputs, outputs, scratch = _operands(spec, table_VD, bias_V, block, dtable_VD)
+    inputs, outputs, scratch = _operands(spec, table_VD, bias_V, block, dtable_VD, updates)
     names = [*inputs, *outputs, *scratch]
     results = pl.pallas_call(
         lambda *refs: kernel(spec, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
@@ -229,7 +258,7 @@ def _call(spec, table_VD, bias_V, block, dtable_VD=None):
     )
 
 
-def _operands(spec, table_VD, bias_V, block, dtable_VD):
+def _operands(spec, table_VD, bias_V, block, dtable_VD, updates):
     """What the variant reads, writes, keeps, by name: inputs (array, block), outputs (shape, dtype, block), scratch."""
     plan, dtype, f32 = spec.plan, table_VD.dtype, jnp.float32
     h_CD, weight_C, reference_C = block
@@ -289,6 +318,12 @@ def _operands(spec, table_VD, bias_V, block, dtable_VD):
     if spec.rounded:
         tile = (spec.width, plan.items) if spec.columnar else (plan.items, spec.width)
         scratch["dtable_acc"] = pltpu.VMEM(tile, f32)
+        starts, ids, rows = updates
+        inputs["starts"] = (starts, pl.BlockSpec(memory_space=pltpu.SMEM))
+        inputs |= {"update_ids": (ids, anywhere), "updates": (rows, anywhere)}
+        scratch["update_ids_chunk"] = pltpu.VMEM(ids.shape[1:], jnp.int32)
+        scratch["updates_chunk"] = pltpu.VMEM(rows.shape[1:], dtype)
+        scratch["update_semaphores"] = pltpu.SemaphoreType.DMA((2,))
     if plan.dh == "hbm":
         scratch["dh_acc"] = pltpu.VMEM((2, spec.padded, plan.tokens), f32)
         scratch["semaphores"] = pltpu.SemaphoreType.DMA((2, 2))

@@ -26,6 +26,7 @@ from recml_sasrec.heads import tiles
 
 ROWS = 8  # sublanes of a register
 LANES = 128
+UPDATES = 32  # of the positives, added to a tile at a time
 _GROUP = 32  # logits of a product
 EXTENSION = 16  # rows that hold the offset's pieces, whole registers of 16-bit rows
 _CLAMP = 80.0  # exp(80) and its reciprocal are normal float32; sigmoid(80) is 1
@@ -44,7 +45,7 @@ class Spec(NamedTuple):
     accumulate: bool  # dtable starts from an input instead of zero
     precision: lax.Precision  # of the matmuls
     reference: bool  # count the items above each token's reference logit
-    rounded: bool  # dtable leaves the chip in bfloat16
+    rounded: bool  # dtable leaves the chip in bfloat16, the positives' updates among it
 
     @property
     def padded(self) -> int:
@@ -131,6 +132,8 @@ def _step(spec: Spec, refs, at: _Place):
     @pl.when(at.t == 0)
     def _():
         _start_items(spec, refs, at.v)
+        if spec.rounded:
+            _copy_updates(refs, refs.starts[at.v] // UPDATES, start=True)
 
     if spec.gradients and spec.plan.dh == "hbm":
         _exchange_dh(spec, refs, at)
@@ -143,7 +146,7 @@ def _step(spec: Spec, refs, at: _Place):
     if spec.gradients and spec.plan.dh == "hbm":
         _store_dh(spec, refs, at)
     if spec.gradients:
-        pl.when(at.t == at.tokens - 1)(lambda: _finish_items(spec, refs))
+        pl.when(at.t == at.tokens - 1)(lambda: _finish_items(spec, refs, at.v))
 
     @pl.when(at.step == at.steps - 1)
     def _():
@@ -231,13 +234,59 @@ def _sums(refs):
     return getattr(refs, "dtable_acc", refs.dtable)
 
 
-def _finish_items(spec, refs):
+def _finish_items(spec, refs, v):
     """At a tile's last step: what its sums become."""
     if spec.rounded:
+        _add_updates(spec, refs, v)
         rows = 2 * ROWS if spec.columnar else LANES
         _fill(refs.dtable, rows, lambda at: refs.dtable_acc[at, :].astype(refs.dtable.dtype))
     if hasattr(refs, "dbias_acc"):
         _finish_bias(refs)
+
+
+def _copy_updates(refs, chunk, start: bool):
+    """Starts, or waits for, the copies of a chunk of updates: their rows' ids and what is added to them."""
+    for i, name in enumerate(("update_ids", "updates")):
+        buffer = getattr(refs, f"{name}_chunk")
+        copy = pltpu.make_async_copy(getattr(refs, name).at[chunk], buffer, refs.update_semaphores.at[i])
+        copy.start() if start else copy.wait()
+
+
+def _add_updates(spec, refs, v):
+    """Adds the updates of the tile's items, sorted by id, by products with ones where an id is a row's.
+
+    The first chunk has been on its way since the tile's first step; only tiles of popular items have more.
+    """
+    first, last = refs.starts[v] // UPDATES, (refs.starts[v + 1] + UPDATES - 1) // UPDATES
+    sums, rows = _sums(refs), spec.plan.sub_items
+
+    def add(chunk, _):
+        @pl.when(chunk > first)
+        def fetch():
+            _copy_updates(refs, chunk, start=True)
+            _copy_updates(refs, chunk, start=False)
+
+        def block(i, _):
+            at = pl.ds(pl.multiple_of(i * rows, rows), rows)
+            item_KR = v * spec.plan.items + i * rows + lax.broadcasted_iota(jnp.int32, (rows, 2 * UPDATES), 0)
+            ones_KR = jnp.where(item_KR == refs.update_ids_chunk[...], 1.0, 0.0).astype(refs.updates_chunk.dtype)
+            updates = refs.updates_chunk[...]
+            if spec.columnar:
+                sums[:, at] += _dot(updates, ones_KR, (0, 1), lax.Precision.DEFAULT)
+            else:
+                sums[at, :] += _dot(ones_KR, updates, (1, 0), lax.Precision.DEFAULT)
+            return 0
+
+        return lax.fori_loop(0, spec.plan.items // rows, block, 0)
+
+    _copy_updates(refs, first, start=False)
+    lax.fori_loop(first, last, add, 0)
+
+
+def _dot(a, b, over, precision):
+    """float32 product over dimension over[0] of a and over[1] of b."""
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
 
 
 def _finish_bias(refs):
@@ -330,9 +379,7 @@ class _Tile:
             self.add_losses(losses, peak)
 
     def dot(self, a, b, over=(1, 0)):
-        """float32 product over dimension over[0] of a and over[1] of b."""
-        dimensions = (((over[0],), (over[1],)), ((), ()))
-        return lax.dot_general(a, b, dimensions, self.spec.precision, preferred_element_type=jnp.float32)
+        return _dot(a, b, over, self.spec.precision)
 
     def resident(self, c: slice):
         """The slice of a resident array [8, tokens] that belongs to tokens ``c`` of this tile."""

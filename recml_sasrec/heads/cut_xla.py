@@ -13,11 +13,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from recml_sasrec.heads import rows
+
 _GROUP = 8  # logits reduced by one unrolled inner loop: from 16 on, XLA's CPU backend no longer vectorises it
 _CHUNK = _GROUP * _GROUP  # logits that share a logarithm; 2**-64 is still a normal float32
 
 
-def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile, with_loss=True):
+def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, positives=None, *, threshold, tile, with_loss=True):
     """Loss, counts and gradients of the background from one pass over the logits."""
     tokens, items = h_TD.shape[0], table_VD.shape[0]
     tile = min(tile or default_tile(tokens), items)
@@ -34,12 +36,12 @@ def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, *, threshold, tile
         s_KT = s_KT.astype(h_DT.dtype)
         dtable_KD = jnp.matmul(s_KT, weighted_TD, preferred_element_type=jnp.float32)
         dh_DT = dh_DT + jnp.einsum("kd,kt->dt", rows_KD, s_KT, preferred_element_type=jnp.float32)
-        if rows_KD.dtype == jnp.bfloat16:
-            dtable_KD = dtable_KD.astype(jnp.bfloat16)
         return (sums, dh_DT), (dtable_KD, dbias_K)
 
     carry = (_zeros(tokens, with_loss, limits), jnp.zeros(h_DT.shape, jnp.float32))
     ((loss_T, above_T, *better), dh_DT), (dtable_VD, dbias_V) = _over_tiles(step, carry, items, tile)
+    if positives is not None:
+        dtable_VD = rows.add_positives(dtable_VD, h_TD, *positives)
     return loss_T, above_T, dh_DT.T * weight_T[:, None], dtable_VD, dbias_V, *better
 
 

@@ -27,11 +27,14 @@ def take(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def add(table_VD: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
-    """The table with float32 updates [..., D] of the rows ids [...], int32 in [0, V]; V is padding.
-
-    A row's updates are added up in float32 before they meet a bfloat16 table.
-    """
+    """The float32 table with updates [..., D] of the rows ids [...], int32 in [0, V]; V is padding."""
     return _by_platform(_add_plainly, _add_chunks, table_VD, ids, updates)
+
+
+def add_positives(dtable_VD: jax.Array, h_TD: jax.Array, ids_TL: jax.Array, slope_TL: jax.Array) -> jax.Array:
+    """The background's float32 gradient with slope_tl h_t added at the rows ids_TL; rounded if h is bfloat16."""
+    dtable_VD = add(dtable_VD, ids_TL, slope_TL[..., None] * h_TD[:, None].astype(jnp.float32))
+    return dtable_VD.astype(jnp.bfloat16) if h_TD.dtype == jnp.bfloat16 else dtable_VD
 
 
 def _by_platform(plainly: Callable, chunked: Callable, table_VD, *arguments):
@@ -42,12 +45,7 @@ def _by_platform(plainly: Callable, chunked: Callable, table_VD, *arguments):
 
 
 def _add_plainly(table_VD, ids, updates):
-    if table_VD.dtype == jnp.float32:
-        return table_VD.at[ids].add(updates, mode="drop")
-    ids_R, place = jnp.unique(ids, return_inverse=True, size=ids.size, fill_value=table_VD.shape[0])
-    sums_RD = jnp.zeros((ids.size, updates.shape[-1])).at[place.reshape(ids.shape)].add(updates)
-    rows_RD = table_VD.at[ids_R].get(mode="fill", fill_value=0) + sums_RD
-    return table_VD.at[ids_R].set(rows_RD.astype(table_VD.dtype), mode="drop")
+    return table_VD.at[ids].add(updates, mode="drop")
 
 
 def _take_chunks(table_VD, ids):
@@ -81,9 +79,8 @@ def _add_chunks(table_VD, ids, updates):
         def piece(at, local_P, chunk_CD):
             return chunk_CD.at[local_P].add(lax.dynamic_slice(updates_RD, (at, 0), (_PIECE, width)), mode="drop")
 
-        chunk_CD = _over_pieces(sorted_R, c, start, piece, chunk_CD.astype(jnp.float32))
-        columns_DC = lax.optimization_barrier(chunk_CD).T.astype(table_VD.dtype)
-        return lax.dynamic_update_slice(table_DV, columns_DC, (0, start))
+        chunk_CD = _over_pieces(sorted_R, c, start, piece, chunk_CD)
+        return lax.dynamic_update_slice(table_DV, lax.optimization_barrier(chunk_CD).T, (0, start))
 
     return lax.fori_loop(0, -(-items // _CHUNK), chunk, table_VD.T).T
 

@@ -305,6 +305,28 @@ def test_ranks_are_those_of_the_best_target(name, reduction):
     assert counts is not None
 
 
+@pytest.mark.parametrize("logit", [2.0, 4.0, 8.0])
+def test_bfloat16_keeps_the_digits_where_targets_are_almost_certain(logit):
+    """A fitted model: targets at +logit, the others at -8. Their gradient is what sigmoid and label leave."""
+    tokens, items, width = 64, 96, 32
+    rng = np.random.default_rng(0)
+    table = np.linalg.qr(rng.normal(size=(items, items)))[0][:, :width].astype(np.float32)
+    targets = rng.integers(0, 4, (tokens, 1)).astype(np.int32)  # few items: each is the target of many tokens
+    wanted = np.full((tokens, items), -8.0)
+    np.put_along_axis(wanted, targets, logit, 1)
+    hidden = (wanted @ table + rng.normal(size=(tokens, width)) * 0.1).astype(np.float32)
+    bias = np.where(np.arange(items) < 4, 0, -8).astype(np.float32)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, table)]
+    exact = reference(*half, targets, bias, np.ones(tokens))
+    for name, argument in (("hidden", 0), ("table", 1)):
+        errors = []
+        for head in (cut_bce, dense_bce):
+            loss = lambda h, e, head=head: head(h, e, targets, bias, reduction="sum")[0]  # noqa: E731
+            gradient = np.asarray(jax.grad(loss, argument)(*half), np.float64)
+            errors.append(np.abs(gradient - exact[name]).max() / np.abs(exact[name]).max())
+        assert errors[0] <= errors[1] + 1e-2, name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_target_never_outranks_itself(dtype):
     """Every item is a target, so none can be above the best; rounding of the two dot products must not make one so."""

@@ -240,6 +240,34 @@ def test_bfloat16_is_no_worse_than_the_dense_head_in_bfloat16():
         assert error[1] <= error[0] + 1e-2
 
 
+@pytest.mark.parametrize(("chip", "width", "popular"), [("v5p", 24, 3), ("v6e", 128, 130), ("v5e", 50, 299)])
+def test_bfloat16_keeps_the_digits_of_rows_whose_positives_nearly_cancel_the_background(chip, width, popular):
+    """An item that is a target of half of the tokens with sigmoid 1/2: its gradient is what the two sums leave."""
+    tokens, items = 160, 300
+    h_TD, table_VD, _, weight_T = background(tokens, items, width, "bfloat16", bias=False, scale=0.02)
+    h_TD, weight_T = h_TD + 1, jnp.abs(weight_T)
+    ids_TL = np.random.default_rng(0).integers(0, items + 1, (tokens, 3)).astype(np.int32)
+    ids_TL[:, 0] = np.where(np.arange(tokens) % 2, popular, items)
+    ids_TL[:, 1] = np.where(ids_TL[:, 1] == popular, items, ids_TL[:, 1])
+    table_VD = table_VD.at[popular].set(0)
+    slope_TL = jnp.where(ids_TL < items, -weight_T[:, None], 0)
+    plan = tiles.plan(tokens, items, width, 2, tiles.CHIPS[chip], **TILE)
+    with interpreter(plan.cores):
+        results = cut_tpu.sweep(
+            h_TD, table_VD, None, weight_T, None, (ids_TL, slope_TL), threshold=None, tile=None, plan=plan
+        )
+    exact = wanted(h_TD, table_VD, None, weight_T, 0.0)[3]
+    updates = np.asarray(slope_TL, np.float64)[..., None] * np.asarray(h_TD, np.float64)[:, None]
+    background_V = np.abs(exact[popular]).max()
+    padded = np.concatenate([exact, np.zeros((1, width))])
+    np.add.at(padded, ids_TL, updates)
+    assert np.abs(padded[popular]).max() < 0.1 * background_V  # nearly cancelled
+    error = np.abs(np.asarray(results[3], np.float64) - padded[:-1])
+    assert results[3].dtype == jnp.bfloat16
+    assert (error <= 2**-8 * np.abs(padded[:-1]) + 2e-4 * np.abs(exact).max()).all()
+    assert error[popular].max() < 2**-10 * background_V  # rounded before the correction it would be 2**-9
+
+
 def test_counts_of_the_kernel_carry_over_limbs():
     """The kernel counts a token in int32; sums that overflow take limbs. Limbs of 5 bits overflow here as 31 would."""
     arguments = background(9, 140, 16)
