@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from recml_sasrec.heads import tiles
-from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, LANES, ROWS, UPDATES, Spec, kernel
+from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, UPDATES, Spec, kernel
+from recml_sasrec.heads.cut_tpu_tile import LANES, ROWS
 from recml_sasrec.heads.rows import add_positives
 
 
