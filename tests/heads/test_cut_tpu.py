@@ -264,7 +264,7 @@ def test_bfloat16_keeps_the_digits_of_rows_whose_positives_nearly_cancel_the_bac
     assert np.abs(padded[popular]).max() < 0.1 * background_V  # nearly cancelled
     error = np.abs(np.asarray(results[3], np.float64) - padded[:-1])
     assert results[3].dtype == jnp.bfloat16
-    assert (error <= 2**-8 * np.abs(padded[:-1]) + 2e-4 * np.abs(exact).max()).all()
+    assert (error <= 2**-8 * np.abs(padded[:-1]) + 4e-4 * np.abs(exact).max()).all()
     assert error[popular].max() < 2**-10 * background_V  # rounded before the correction it would be 2**-9
 
 
