@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from recml_sasrec import files
 from recml_sasrec.config import ConfigError
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
@@ -94,6 +95,7 @@ def _quit(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     print(f"{name}: stopped; what was complete on disk is intact and the same command goes on", file=sys.stderr)
     sys.stdout.flush()
+    files.remove_unfinished()
     os._exit(EXIT_INTERRUPTED)  # an exception could land in, and be lost to, any callback of a library
 
 

@@ -32,7 +32,8 @@ def child(what: str, path: str, cache: str) -> dict[str, Any]:
     from recml_sasrec.config_file import load_config
     from recml_sasrec.data.loader import open_data, open_store_of
 
-    config = load_config(str(ROOT / "configs/yambda50m.py"), [f"data.path={path}", f"data.cache={cache}"])
+    every_listen = ["data.min_played_ratio=0", f"data.path={path}", f"data.cache={cache}"]
+    config = load_config(str(ROOT / "configs/yambda50m.py"), every_listen)
     begin = time.perf_counter()
     if what == "store":
         store = open_store_of(config)
@@ -80,7 +81,7 @@ def run_child(what: str, path: pathlib.Path, cache: pathlib.Path) -> dict[str, A
 def generated(goal: Size, path: pathlib.Path, sequential: bool = False) -> pathlib.Path:
     if not path.exists():
         print(f"generating {path}", file=sys.stderr)
-        synthetic_sizes.write(goal, str(path), sequential)
+        synthetic_sizes.write(goal, str(path), sequential, density=synthetic_sizes.density("50m"))
     return path
 
 

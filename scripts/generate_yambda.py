@@ -27,7 +27,7 @@ def main() -> int:
     start = time.perf_counter()
     try:
         holds = synthetic_sizes.scaled(flags.size, flags.scale)
-        density = synthetic_sizes.SIZES[flags.size].items / synthetic_sizes.SIZES["5b"].items
+        density = synthetic_sizes.density(flags.size)
         synthetic_sizes.write(holds, flags.output, flags.format == "sequential", flags.seed, density)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

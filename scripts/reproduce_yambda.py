@@ -91,8 +91,11 @@ REHEARSAL = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("50m", "500m", "5b"), default="50m")
-    parser.add_argument("--interaction", choices=("listens", "likes"), default="listens", help="listens: Listen+")
+    parser.add_argument("--size", type=reproduction.one_of("50m", "500m", "5b"), default="50m")
+    interactions = reproduction.one_of("listens", "likes")
+    parser.add_argument(
+        "--interaction", type=interactions, default="listens", help="listens, which is Listen+, or likes"
+    )
     parser.add_argument("--workdir", type=pathlib.Path, required=True, help="folder of the rows, runs and tables")
     parser.add_argument("--data", help="local file, or folder of the hub's layout; empty: from the hub")
     parser.add_argument("--rehearse", action="store_true", help="on a generated miniature")

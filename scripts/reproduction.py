@@ -1,5 +1,7 @@
 """What the reproduction scripts share: rows kept in a folder, so that a killed script goes on, and where tables go."""
 
+import argparse
+import difflib
 import json
 import pathlib
 from collections.abc import Callable
@@ -37,6 +39,20 @@ def adopt(workdir: pathlib.Path, settings: dict[str, Any], document: pathlib.Pat
             )
 
 
+def one_of(*names: str) -> Callable[[str], str]:
+    """A type for argparse: one of the names; another word gets the nearest."""
+
+    def check(word: str) -> str:
+        if word in names:
+            return word
+        near = difflib.get_close_matches(word, names, 1)
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is none of {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+    return check
+
+
 def row_path(workdir: pathlib.Path, name: str) -> pathlib.Path:
     return workdir / "rows" / f"{name}.json"
 
@@ -45,8 +61,13 @@ def kept_row(workdir: pathlib.Path, name: str, make: Callable[[], dict[str, Any]
     """What ``make()`` returns; what an earlier call made where it is there, for it is written only when complete."""
     path = row_path(workdir, name)
     if path.exists():
-        print(f"{name}: done before", flush=True)
-        return json.loads(path.read_text())
+        try:
+            row = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            print(f"{name}: {path} is damaged, again ...", flush=True)
+        else:
+            print(f"{name}: done before", flush=True)
+            return row
     print(f"{name} ...", flush=True)
     row = make()
     path.parent.mkdir(exist_ok=True)

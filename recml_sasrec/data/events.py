@@ -170,8 +170,10 @@ def as_seconds(column: pa.Array, name: str, path: str, first_row: int) -> pa.Arr
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     _no_nulls(column, name, path, first_row)
+    if pa.types.is_string_view(column.type):  # Arrow's text functions don't know it
+        column = column.cast(pa.large_string())
     kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         column = _parse_times(column, name, path)
         kind = column.type
     if pa.types.is_date(kind):

@@ -76,7 +76,9 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
     span = f"the events span [{store.first_time}, {store.last_time}]"
     if not trained.any():
         raise DataError(
-            f"no event lies before the end of training {train_time} ({span}); raise config.split.test_start"
+            f"no event lies before the end of training {train_time}, which is config.split.test_start "
+            f"{split.test_start} less the gaps of {split.gap} and a validation of {split.validation_length} seconds "
+            f"({span}); raise config.split.test_start or lower config.split.gap"
         )
     if not np.any(result.test_end > result.test_start):
         raise DataError(

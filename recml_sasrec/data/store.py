@@ -24,6 +24,7 @@ from recml_sasrec.data.events import DataError, EventBatch
 from recml_sasrec.data.progress import watched
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
+from recml_sasrec.files import unfinished
 
 log = logging.getLogger("recml_sasrec")
 
@@ -139,15 +140,14 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         ) from error
     begin = time.perf_counter()
     try:
-        _build(read, work, fingerprint, source)
-        _put_in_place(work, directory, fingerprint)
+        with unfinished(work):
+            _build(read, work, fingerprint, source)
+            _put_in_place(work, directory, fingerprint)
     except OSError as error:
         raise DataError(
             f"the store of {source!r} can't be written to {parent!r} ({error.strerror or error}); "
             "free disk space or choose another config.data.cache"
         ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     store, seconds = open_store(directory), time.perf_counter() - begin
     log.info("read %s events in %.1f s, %s/s", f"{store.num_events:,}", seconds, f"{store.num_events / seconds:,.0f}")
     return store
@@ -209,7 +209,10 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
         events += len(batch.user)
         has_time = batch.timestamp is not None
     if not events:
-        raise DataError(f"{source!r} has no events after its filters; give a file with at least two items")
+        raise DataError(
+            f"{source!r} has no events after its filters; loosen config.data.min_played_ratio and the "
+            "others, or give a file with at least two items"
+        )
     user_ids, counts = users.finish()
     item_ids, _ = items.finish()
     for name, ids in (("users", user_ids), ("items", item_ids)):

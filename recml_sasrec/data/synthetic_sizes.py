@@ -47,13 +47,18 @@ def scaled(size: str, scale: float = 1.0) -> Size:
     """
     if size not in SIZES:
         raise DataError(f"Yambda has no size {size!r}; choose one of {', '.join(SIZES)}")
-    goal = Size(*(round(number * scale) for number in SIZES[size]))
-    if not 0 < scale <= 1 or goal.users < 1 or goal.items < 1_000:
+    goal = Size(*(round(number * scale) if 0 < scale <= 1 else 0 for number in SIZES[size]))
+    if goal.users < 1 or goal.items < 1_000:
         raise DataError(
             f"--scale {scale} of {size} makes {goal.users} users and {goal.items} items; "
             "choose one of at most 1 that leaves at least 1 user and 1,000 items"
         )
     return goal
+
+
+def density(size: str) -> float:
+    """Share of the numbers in the range of the item ids that are ids of a size: those of 5b are all of them."""
+    return SIZES[size].items / SIZES["5b"].items
 
 
 def write(goal: Size, path: str, sequential: bool = False, seed: int = 0, density: float = 0.1) -> None:

@@ -90,8 +90,11 @@ def _checked(path: str, file: pq.ParquetFile, columns: dict[str, str]) -> Iterat
         arrays = _flatten(batch, path) if sequential else batch.columns
         arrays[:2] = (as_ids(arrays[i], names[i], path, rows) for i in (0, 1))
         arrays[2] = as_seconds(arrays[2], names[2], path, rows)
-        if "event_type" in columns:
-            arrays[-1] = _type_numbers(arrays[-1], names[-1], path)
+        for i, (own, name) in enumerate(columns.items()):
+            if own in ("played_ratio_pct", "is_organic"):
+                arrays[i] = _numbers(arrays[i], name, path)
+            elif own == "event_type":
+                arrays[i] = _type_numbers(arrays[i], name, path)
         rows += batch.num_rows
         share = pa.array(np.full(len(arrays[0]), rows / file.metadata.num_rows, np.float32))
         yield pa.RecordBatch.from_arrays([*arrays, share], [*columns, "share"])
@@ -133,12 +136,12 @@ def _kept(
     if "event_type" in events.schema.names:
         kinds = events.column("event_type").to_numpy()
     if min_played_ratio > 0:
-        far = pc.fill_null(pc.greater_equal(events.column("played_ratio_pct"), min_played_ratio), False)
+        far = pc.fill_null(pc.greater_equal(events.column("played_ratio_pct"), float(min_played_ratio)), False)
         tests.append(far.to_numpy(zero_copy_only=False))
         if "event_type" in events.schema.names:
             tests[-1] = tests[-1] | (kinds != EVENT_TYPES.index("listen"))
     if organic_only:
-        organic = pc.fill_null(pc.equal(events.column("is_organic").cast(pa.int64()), 1), False)
+        organic = pc.fill_null(pc.equal(events.column("is_organic"), 1.0), False)
         tests.append(organic.to_numpy(zero_copy_only=False))
     if event_types:
         tests.append(np.isin(kinds, [EVENT_TYPES.index(name) for name in event_types]))
@@ -162,6 +165,16 @@ def _undone(user: np.ndarray, item: np.ndarray, time: np.ndarray, kinds: np.ndar
     result = np.zeros(len(user), bool)
     result[rows[~undo & (order < last_undo[group])]] = True
     return result
+
+
+def _numbers(column: pa.Array, name: str, path: str) -> pa.Array:
+    """float64 [n] of numbers or truth values; nulls stay."""
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        return column.cast(pa.int8()).cast(pa.float64())
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise DataError(f"column {name!r} of {path!r} holds {kind} values but must hold numbers; convert it")
+    return column.cast(pa.float64(), safe=False)
 
 
 def _type_numbers(column: pa.Array, name: str, path: str) -> pa.Array:

@@ -128,7 +128,7 @@ def test_yambda_boundaries_in_the_final_and_the_tuning_run():
     [
         (
             SplitConfig("temporal", 0),
-            r"no event lies before the end of training 0 \(the events span \[10, 30\]\); raise",
+            r"no event lies before the end of training 0, .* gaps of 0 .* \(the events span \[10, 30\]\); raise",
         ),
         (SplitConfig("temporal", 31), r"test interval of config.split.test_start 31 \(the events span \[10, 30\]\)"),
         (SplitConfig("temporal", 30, 0, 5, 1), r"validation interval \[24, 29\) \(the events span \[10, 30\]\)"),

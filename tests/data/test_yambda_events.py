@@ -192,3 +192,32 @@ def test_what_is_wrong_with_events_is_one_sentence(tmp_path):
         (tmp_path / "f.parquet").write_bytes(whole[:size])
         with pytest.raises(DataError, match="is not a complete parquet file"):
             collect(read_yambda(path))
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "kept"),
+    [
+        ("played_ratio_pct", pa.uint64(), [2, 3]),
+        ("played_ratio_pct", pa.float32(), [2, 3]),
+        ("played_ratio_pct", pa.string(), None),
+        ("played_ratio_pct", pa.timestamp("s"), None),
+        ("is_organic", pa.bool_(), [1, 3]),
+        ("is_organic", pa.large_string(), None),
+        ("timestamp", pa.string_view(), [1, 2, 3]),
+    ],
+)
+def test_columns_of_another_type_are_read_or_refused_in_a_sentence(tmp_path, column, kind, kept):
+    values = {"played_ratio_pct": [49, 50, 51], "is_organic": [1, 0, 1], "timestamp": [5, 10, 15]}
+    arrays = {"uid": [1, 1, 1], "item_id": [1, 2, 3], **values}
+    arrays[column] = pa.array(values[column]).cast(
+        pa.string() if kind in (pa.string_view(), pa.large_string()) else kind
+    )
+    arrays[column] = arrays[column].cast(kind)
+    path = tmp_path / "typed.parquet"
+    pq.write_table(pa.table(arrays), path)
+    filters = {"played_ratio_pct": {"min_played_ratio": 50}, "is_organic": {"organic_only": True}}.get(column, {})
+    if kept is None:
+        with pytest.raises(DataError, match=f"column '{column}' of .* holds .* values but must hold numbers"):
+            collect(read_yambda(str(path), **filters))
+    else:
+        assert collect(read_yambda(str(path), **filters))[1] == kept
