@@ -79,6 +79,7 @@ def compile_case(c: dict) -> dict:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=c["topology"]).devices
     c = {**c, **mesh_of(c, len(devices))}
     compiled, table = make_step(c, devices)
+    # jax below 0.12 can't read the text of a program for v6e that scatters on a SparseCore
     memory, program = compiled.memory_analysis(), Program(compiled.as_text())
     parts = {
         "state_and_batch": memory.argument_size_in_bytes,
@@ -345,7 +346,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["--child"], ["--scaling-child"]):
-        result = {"--child": compile_case, "--scaling-child": scaling_case}[sys.argv[1]](json.loads(sys.argv[2]))
+        case = json.loads(sys.argv[2])
+        try:
+            result = {"--child": compile_case, "--scaling-child": scaling_case}[sys.argv[1]](case)
+        except Exception as error:  # the compiler's refusal is the answer for this case
+            result = {**case, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         print("RESULT " + json.dumps(result), flush=True)
     else:
         main()
