@@ -75,7 +75,8 @@ class ModelConfig:
     heads: int = 2
     mlp_width: int = 0  # 0: 4 * width
     norm: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "relu"] = "gelu"
+    norm_eps: float = 1e-6  # added to a layer norm's variance
+    activation: Literal["gelu", "gelu_exact", "relu"] = "gelu"  # gelu is its tanh approximation, gelu_exact has erf
     dropout: float = 0.2
     item_bias: bool = True  # initialised at the prior log-odds of a target
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; parameters are float32
@@ -148,8 +149,11 @@ class EvaluationConfig:
     ks: tuple[int, ...] = (10, 100)
     filter_seen: bool = False  # remove a user's earlier items from its ranking
     candidates: Literal["all", "train"] = "all"  # rank every item, or those with a training event
-    metric_version: Literal["standard", "yambda_v1", "yambda_v2"] = "standard"
-    decay_hours: float = 24.0  # DecayPop: 0.9 ** (hours / decay_hours)
+    metric_version: Literal["standard", "v1", "v2", "corrected"] = "standard"  # see ranking/metrics.py
+    baselines: tuple[Literal["most_pop", "decay_pop", "item_knn", "random"], ...] = ("most_pop", "decay_pop")
+    # An event of this age in hours weighs 0.9; several: the best by best_metric on validation is taken.
+    decay_hours: tuple[float, ...] = (24.0,)  # decay_pop; 0 is most_pop
+    knn_hours: tuple[float, ...] = (24.0,)  # item_knn; 0: only the events of a user's last second
     batch_users: int = 512
 
 
@@ -199,7 +203,7 @@ AT_LEAST_ZERO = (
     "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip_norm train.seed mesh.data mesh.items evaluation.every evaluation.patience"
 ).split()
-POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
+POSITIVE = "model.norm_eps optimizer.learning_rate optimizer.eps head.positive_weight".split()
 UNIT_INTERVAL = "optimizer.final_fraction".split()
 BELOW_ONE = "model.dropout optimizer.b1 optimizer.b2".split()
 BEST_METRICS = ("ndcg", "hr", "recall", "recall_capped", "precision", "mrr", "map")
@@ -221,6 +225,10 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"config.train.seed={config.train.seed} must be below 2**32")
     if not config.evaluation.ks or min(config.evaluation.ks) < 1:
         raise ConfigError(f"config.evaluation.ks={config.evaluation.ks} must hold list lengths of at least 1")
+    for name in ("decay_hours", "knn_hours"):
+        hours = getattr(config.evaluation, name)
+        if not hours or not all(0 <= h < float("inf") for h in hours):
+            raise ConfigError(f"config.evaluation.{name}={hours} must hold numbers of hours, at least 0 and finite")
 
 
 def _check_filters(data: DataConfig) -> None:
@@ -304,6 +312,13 @@ def _check_contradictions(config: Config) -> None:
             f"config.evaluation.every={evaluation.every} validates during training, but config.split.{wanted}=0 "
             f"leaves no validation events; set one of them"
         )
+    for baseline, name in (("decay_pop", "decay_hours"), ("item_knn", "knn_hours")):
+        hours = getattr(evaluation, name)
+        if baseline in evaluation.baselines and len(hours) > 1 and not has_validation:
+            raise ConfigError(
+                f"config.evaluation.{name}={hours} is chosen from on validation, but the split leaves no validation "
+                f"events; give one number of hours"
+            )
     if evaluation.patience and not evaluation.every:
         raise ConfigError(
             f"config.evaluation.patience={evaluation.patience} stops on validations, but "

@@ -138,4 +138,6 @@ def _fill(config: Config, node: Any, tree: dict[str, Any], prefix: str) -> None:
         if dataclasses.is_dataclass(hints[name]):
             _fill(config, getattr(node, name), value, f"{prefix}{name}.")
         else:
+            if prefix + name == "evaluation.metric_version" and value in ("yambda_v1", "yambda_v2"):
+                value = value.removeprefix("yambda_")  # as earlier runs saved it
             setattr(node, name, checked(prefix + name, value, hints[name]))

@@ -78,11 +78,12 @@ def make_layout(config: Config, num_items: int, topology: Sequence[jax.Device] |
         ConfigError: a mesh that does not multiply to the devices, or rows that don't divide among them.
     """
     devices = jax.device_count() if topology is None else len(topology)
-    tokens = config.train.batch_size // config.train.accumulate * config.data.length
+    rows = config.train.batch_size // config.train.accumulate
+    tokens = rows * config.data.length
     data, items = config.mesh.data, config.mesh.items
     chosen = not data and not items
     if chosen:
-        items = devices if _prefers_shards(num_items, tokens) else 1
+        items = devices if rows % devices or _prefers_shards(num_items, tokens) else 1
     data, items = data or max(devices // items, 1), items or max(devices // max(data, 1), 1)
     if data * items != devices:
         raise ConfigError(
@@ -92,7 +93,6 @@ def make_layout(config: Config, num_items: int, topology: Sequence[jax.Device] |
     mesh = jax.make_mesh((data, items), (DATA, ITEMS), axis_types=(AxisType.Auto,) * 2, devices=topology)
     if devices == 1:
         return Layout(mesh, num_items, None)
-    rows = config.train.batch_size // config.train.accumulate
     if rows % data:
         raise ConfigError(
             f"config.train.batch_size={config.train.batch_size}, in {config.train.accumulate} parts, is not a multiple "

@@ -1,5 +1,6 @@
 """A config can be overridden, saved and compared, and what is wrong with it is said in one sentence."""
 
+import json
 import pathlib
 
 import pytest
@@ -42,6 +43,11 @@ def test_yambda50m_holds_to_the_published_protocol():
         ("head.name=dense_bce", "head.name", "dense_bce"),
         ("evaluation.ks=(5,10)", "evaluation.ks", (5, 10)),
         ("evaluation.ks=10", "evaluation.ks", (10,)),
+        ("evaluation.decay_hours=1", "evaluation.decay_hours", (1.0,)),
+        ("evaluation.knn_hours=(0,0.5)", "evaluation.knn_hours", (0.0, 0.5)),
+        ("evaluation.baselines=item_knn", "evaluation.baselines", ("item_knn",)),
+        ("evaluation.baselines=('most_pop', 'random')", "evaluation.baselines", ("most_pop", "random")),
+        ("evaluation.baselines=()", "evaluation.baselines", ()),
         ("data.path=a=b.csv", "data.path", "a=b.csv"),
         ("data.organic_only=true", "data.organic_only", True),
     ],
@@ -84,6 +90,10 @@ def test_overrides_take_the_type_of_their_field(override, name, value):
         ("evaluation.best_metric=ndgc@10", "did you mean ndcg@10?"),
         ("evaluation.best_metric=ndcg@7", "did you mean ndcg@"),
         ("evaluation.ks=()", "list lengths"),
+        ("evaluation.baselines=mostpop", "did you mean 'most_pop'?"),
+        ("evaluation.metric_version=v3", "it must be one of 'standard', 'v1', 'v2', 'corrected'"),
+        ("evaluation.decay_hours=()", "numbers of hours"),
+        ("evaluation.knn_hours=(1,-2)", "numbers of hours, at least 0"),
         ("split.validation_length=0", "leaves no validation events"),
         ("split.test_start=0", "needs config.split.test_start"),
     ],
@@ -144,7 +154,10 @@ def test_first_difference_leaves_out_what_it_is_told_to():
 
 
 def multi_event(*overrides: str) -> Config:
-    return load_config(str(CONFIGS[0].with_name("yambda50m.py")), ["data.yambda_event=multi_event", *overrides])
+    return load_config(
+        str(CONFIGS[0].with_name("yambda50m.py")),
+        ["data.min_played_ratio=0", "data.yambda_event=multi_event", *overrides],
+    )
 
 
 @pytest.mark.parametrize("text", ["like,dislike", "('like', 'dislike')", "['like','dislike']", "like, dislike,"])
@@ -168,3 +181,20 @@ def test_a_filter_that_does_not_apply_gets_one_sentence(overrides, sentence):
     with pytest.raises(ConfigError) as error:
         multi_event(*overrides)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_configs_saved_by_earlier_versions_are_read():
+    tree = json.loads(to_json(quickstart()))
+    tree["evaluation"] |= {"metric_version": "yambda_v1", "decay_hours": 12.0}
+    saved = from_json(json.dumps(tree)).evaluation
+    assert (saved.metric_version, saved.decay_hours) == ("v1", (12.0,))
+
+
+def test_hours_to_choose_from_need_validation():
+    several = ["evaluation.decay_hours=(1,2)", "evaluation.every=0"]
+    quickstart(*several)
+    with pytest.raises(
+        ConfigError, match=r"decay_hours=\(1.0, 2.0\) is chosen from on validation, but the split leaves"
+    ):
+        quickstart(*several, "split.validation_length=0")
+    quickstart(*several, "split.validation_length=0", "evaluation.baselines=most_pop")
