@@ -110,6 +110,10 @@ class OptimizerConfig:
     b2: float = 0.999
     eps: float = 1e-8
     clip_norm: float = 1.0  # global norm of the gradient; 0: no clipping
+    # of the item table; bytes of moments an item, beside 4 D of the table itself (D = 128: 512):
+    #   adam 8 D (1,024); adam_bf16, the first moment in bfloat16, 6 D (768); adagrad, one sum a row, 4;
+    #   adafactor, squares factored into rows and columns, no first moment, 4
+    table: Literal["adam", "adam_bf16", "adagrad", "adafactor"] = "adam"
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ here is replicated. The numbers of a run are the same on any mesh, up to the rou
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ from recml_sasrec.heads.placement import DATA, ITEMS
 
 log = logging.getLogger("recml_sasrec")
 
-# Leaves of the state by the names on their path, params and moments alike: the first match decides.
-RULES = (("item_table", P(ITEMS, None)), ("item_bias", P(ITEMS)))
+# Leaves of the state, params and moments alike, with one of these names on their path and a row an item are split.
+BY_ITEM = ("item_table", "item_bias")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,14 @@ class Layout:
 
     def of(self, tree: Any) -> Any:
         """The sharding of each leaf of a state, or of a part of it that starts at a name."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(self.mesh, _spec(path, leaf)), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: NamedSharding(self.mesh, self._spec(path, leaf)), tree
+        )
+
+    def _spec(self, path: tuple, leaf: Any) -> P:
+        names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+        by_item = names.intersection(BY_ITEM) and leaf.shape[:1] == (self.table_rows,)
+        return P(ITEMS, *[None] * (leaf.ndim - 1)) if by_item else P()
 
     def of_rows(self, rows: int) -> "Layout":
         """The same for batches of so many rows, which may not divide among the devices."""
@@ -60,21 +68,16 @@ class Layout:
 
     def lookup(self, table_VD: jax.Array, ids: jax.Array) -> jax.Array:
         """[..., D] rows of the item table."""
-        return table_VD[ids] if self.placement is None else heads.lookup(table_VD, ids, self.placement)
+        return heads.lookup(table_VD, ids, self.placement)
 
 
-def _spec(path: tuple, leaf: Any) -> P:
-    names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
-    return next((spec for name, spec in RULES if name in names and leaf.ndim == len(spec)), P())
-
-
-def make_layout(config: Config, num_items: int) -> Layout:
-    """The layout of ``config.mesh`` over all devices.
+def make_layout(config: Config, num_items: int, topology: Sequence[jax.Device] | None = None) -> Layout:
+    """The layout of ``config.mesh`` over all devices, or over those of a topology to compile for.
 
     Raises:
         ConfigError: a mesh that does not multiply to the devices, or rows that don't divide among them.
     """
-    devices = jax.device_count()
+    devices = jax.device_count() if topology is None else len(topology)
     rows = config.train.batch_size // config.train.accumulate
     tokens = rows * config.data.length
     data, items = config.mesh.data, config.mesh.items
@@ -87,7 +90,7 @@ def make_layout(config: Config, num_items: int) -> Layout:
             f"config.mesh.data={data} times config.mesh.items={items} is {data * items}, but there are {devices} "
             f"devices; let both be 0 to have them chosen, or one of them for what the other leaves"
         )
-    mesh = jax.make_mesh((data, items), (DATA, ITEMS), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((data, items), (DATA, ITEMS), axis_types=(AxisType.Auto,) * 2, devices=topology)
     if devices == 1:
         return Layout(mesh, num_items, None)
     if rows % data:

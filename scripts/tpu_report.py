@@ -25,7 +25,6 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 SLOTS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 ITEMS = 876_939  # Yambda-50M
 LOGITS = 2**20
-BEGIN, END = "<!-- tpu_report: begin -->", "<!-- tpu_report: end -->"
 
 
 def case(tokens, width, dtype="bfloat16", items=ITEMS, bias=False, what="sweep", schedule=False):
@@ -224,14 +223,15 @@ def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
 
-def write(path: str, text: str) -> None:
+def write(path: str, text: str, marker: str = "tpu_report", title: str = "TPU: compiled schedule and memory") -> None:
     """Replaces what is between the markers; appends the section where there is none."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     file = pathlib.Path(path)
     old = file.read_text() if file.exists() else "# Benchmarks\n"
-    if BEGIN not in old:
-        old = f"{old.rstrip()}\n\n## TPU: compiled schedule and memory\n\n{BEGIN}\n{END}\n"
-    before, rest = old.split(BEGIN)
-    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    if begin not in old:
+        old = f"{old.rstrip()}\n\n## {title}\n\n{begin}\n{end}\n"
+    before, rest = old.split(begin)
+    file.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ the whole table, gathered once, for its own tokens. No collective is inside a ti
 outside of the shards.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from recml_sasrec.heads import rows
 
 DATA, ITEMS = "data", "items"
 
@@ -92,23 +95,59 @@ def _over_table(local, tokens, h_TD, table_VD, bias_V, targets_TL, weight_T):
 
 
 def _own_ids(ids, items: int):
-    """Global ids as rows of this shard of so many items; -1 for those of other shards."""
+    """Global ids as rows of this shard of so many items; ``items``, which is padding, for those of other shards."""
     own = ids - lax.axis_index(ITEMS) * items
-    return jnp.where((own >= 0) & (own < items), own, -1)
+    return jnp.where((own >= 0) & (own < items), own, items)
 
 
-def lookup(table_VD: jax.Array, ids: jax.Array, placement: Placement) -> jax.Array:
-    """[..., D] rows of a table split over ``items`` for int32 ids [...] split as the tokens; zeros for other ids.
+def lookup(table_VD: jax.Array, ids: jax.Array, placement: Placement | None = None) -> jax.Array:
+    """[..., D] rows of a float32 table split over ``items`` for int32 ids [...] split as the tokens; zeros for others.
 
-    The ids are gathered, every shard gives the rows it has, and the sum of all shards' is split again.
+    The ids are gathered, every shard gives the rows it has, and the sum of all shards' is split again. The gradient
+    gathers the cotangents and adds them up in the shard they belong to. On a narrow table both go by ``rows``.
     """
+    return _lookup(table_VD, ids, placement, table_VD.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD, ids, placement, items):
+    if placement is None:
+        return rows.take(table_VD, ids)
     split, tokens = ITEMS in placement.tokens, P(placement.tokens)
 
     def body(table_VD, ids):
         if split:
             ids = lax.all_gather(ids, ITEMS, tiled=True)
-        own = _own_ids(ids, table_VD.shape[0])
-        rows = jnp.where((own >= 0)[..., None], table_VD[jnp.maximum(own, 0)], 0)
-        return lax.psum_scatter(rows, ITEMS, tiled=True) if split else lax.psum(rows, ITEMS)
+        own = rows.take(table_VD, _own_ids(ids, table_VD.shape[0]))
+        return lax.psum_scatter(own, ITEMS, tiled=True) if split else lax.psum(own, ITEMS)
 
-    return jax.shard_map(body, mesh=placement.mesh, in_specs=(P(ITEMS), tokens), out_specs=tokens)(table_VD, ids)
+    specs = {"mesh": placement.mesh, "in_specs": (P(ITEMS), tokens), "out_specs": tokens, "check_vma": False}
+    return jax.shard_map(body, **specs)(table_VD, ids)
+
+
+def _lookup_fwd(table_VD, ids, placement, items):
+    return _lookup(table_VD, ids, placement, items), ids
+
+
+def _lookup_bwd(placement, items, ids, gradient):
+    def added(items, ids, gradient):
+        return rows.add(jnp.zeros((items, gradient.shape[-1]), gradient.dtype), ids, gradient)
+
+    if placement is None:
+        return added(items, ids, gradient), None
+    shards, tokens = placement.mesh.shape[ITEMS], P(placement.tokens)
+    # of all groups: their cotangents, or what they add up to, whatever is less
+    gathers = DATA in placement.tokens and ids.size < 2 * items // shards
+    axes = tuple(axis for axis in placement.tokens if axis == ITEMS or gathers)
+
+    def body(ids, gradient):
+        if axes:
+            ids, gradient = (lax.all_gather(x, axes, tiled=True) for x in (ids, gradient))
+        own_VD = added(items // shards, _own_ids(ids, items // shards), gradient)
+        return own_VD if gathers or DATA not in placement.tokens else lax.psum(own_VD, DATA)
+
+    specs = {"mesh": placement.mesh, "in_specs": (tokens, tokens), "out_specs": P(ITEMS), "check_vma": False}
+    return jax.shard_map(body, **specs)(ids, gradient), None
+
+
+_lookup.defvjp(_lookup_fwd, _lookup_bwd)
