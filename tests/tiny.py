@@ -94,10 +94,16 @@ def _install(points: dict[str, int], workdir: pathlib.Path) -> None:
 def main() -> int:
     cache, workdir, *words = sys.argv[1:]
     points = {name: int(value) for name, value in (word.split("=") for word in words)}
-    from recml_sasrec import command, trainer
+    from recml_sasrec import command, hosts, trainer
+
+    def train() -> None:
+        hosts.initialise()
+        config = tiny_config(cache)
+        config.train.seed = points.get("seed", 0)
+        trainer.train(config, workdir)
 
     _install(points, pathlib.Path(workdir))
-    return command.run(lambda: trainer.train(tiny_config(cache), workdir) and None)
+    return command.run(train)
 
 
 if __name__ == "__main__":
