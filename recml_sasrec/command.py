@@ -18,8 +18,9 @@ from types import FrameType
 from typing import NoReturn
 
 from recml_sasrec.config import ConfigError
+from recml_sasrec.lifeline import EXIT_LOST
 
-EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_LOST = 2, 3, 4
+EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h
 
 

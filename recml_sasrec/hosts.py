@@ -10,20 +10,24 @@ import importlib.util
 import json
 import logging
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import jax
 import numpy as np
 
+from recml_sasrec import lifeline
 from recml_sasrec.config import ConfigError
 
 log = logging.getLogger("recml_sasrec")
 T = TypeVar("T")
 
 _GOODBYE = 10.0  # seconds that a failed process waits for the others to have failed too
+_LAST_WORDS = 2.0  # seconds in which the lifeline, which knows what process it was, ends this one instead
 # how the runtimes say that a peer does not answer
 _LOST = ("gloo", "nccl", "coordination", "barrier", "deadline_exceeded", "unavailable", "heartbeat", "connection")
 
@@ -75,6 +79,10 @@ def initialise(coordinator: str = "", processes: int = 0, process: int = -1) -> 
         ) from error
     if index:
         log.setLevel(logging.WARNING)
+    host = coordinator.rpartition(":")[0].strip("[]") or socket.gethostname()
+    invitation = _gather_texts(lifeline.offer(host) if not index else "")[0]
+    if index:
+        lifeline.take(invitation, index)
     log.info("hosts: process %d of %d; %d of %d devices", index, count, jax.local_device_count(), jax.device_count())
 
 
@@ -205,6 +213,7 @@ def watched() -> Iterator[None]:
         reason = _lost(error)
         if reason is None:
             raise
+        time.sleep(_LAST_WORDS)
         raise HostLost(
             f"another process of the run was lost ({reason}); its own output says why, and the same command, also with "
             "another number of processes, goes on from the last checkpoint"
@@ -235,6 +244,7 @@ def leave(code: int, wait: bool) -> int:
     """
     if code and count() > 1:
         if wait:
+            lifeline.take_leave()
             goodbye = threading.Thread(target=_shut_down, daemon=True)
             goodbye.start()
             goodbye.join(_GOODBYE)

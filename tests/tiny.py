@@ -100,6 +100,7 @@ def main() -> int:
         hosts.initialise()
         config = tiny_config(cache)
         config.train.seed = points.get("seed", 0)
+        config.mesh.data, config.mesh.items = points.get("data", 0), points.get("items", 0)
         trainer.train(config, workdir)
 
     _install(points, pathlib.Path(workdir))
