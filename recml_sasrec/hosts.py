@@ -244,7 +244,7 @@ def leave(code: int, wait: bool) -> int:
     """
     if code and count() > 1:
         if wait:
-            lifeline.take_leave()
+            lifeline.expect_ends()
             goodbye = threading.Thread(target=_shut_down, daemon=True)
             goodbye.start()
             goodbye.join(_GOODBYE)

@@ -62,8 +62,13 @@ def take(invitation: str, process: int) -> None:
 
 def take_leave() -> None:
     """Tells the others that this process ends on purpose."""
-    _leaving.set()
+    expect_ends()
     _tell("bye")
+
+
+def expect_ends() -> None:
+    """From now on the end of another process does not end this one, which is about to end anyway."""
+    _leaving.set()
 
 
 def _follow(connection: socket.socket, process: int) -> None:

@@ -1,6 +1,6 @@
 """A run small enough for a test, in this process or in a child that the test kills.
 
-As a module: python -m tests.tiny CACHE WORKDIR [POINT=N], see ``_install`` for the points.
+As a module: python -m tests.tiny CACHE WORKDIR [POINT=N] [config.FIELD=VALUE], see ``_install`` for the points.
 """
 
 import hashlib
@@ -93,14 +93,16 @@ def _install(points: dict[str, int], workdir: pathlib.Path) -> None:
 
 def main() -> int:
     cache, workdir, *words = sys.argv[1:]
-    points = {name: int(value) for name, value in (word.split("=") for word in words)}
+    overrides = [word for word in words if word.startswith("config.")]
+    points = {name: int(value) for name, value in (word.split("=") for word in words if word not in overrides)}
     from recml_sasrec import command, hosts, trainer
+    from recml_sasrec.config_file import set_field
 
     def train() -> None:
         hosts.initialise()
         config = tiny_config(cache)
-        config.train.seed = points.get("seed", 0)
-        config.mesh.data, config.mesh.items = points.get("data", 0), points.get("items", 0)
+        for override in overrides:
+            set_field(config, *override.removeprefix("config.").split("="))
         trainer.train(config, workdir)
 
     _install(points, pathlib.Path(workdir))
