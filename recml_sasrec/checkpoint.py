@@ -20,6 +20,7 @@ from recml_sasrec.step import Params, TrainState
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 Info = dict[str, Any]
+_ANY_PADDING = ocp.options.ArrayOptions(loading=ocp.options.ArrayOptions.Loading(enable_padding_and_truncation=True))
 
 
 class CheckpointError(OSError):
@@ -166,7 +167,9 @@ class Checkpoints:
     def _load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
-            return self._checkpointer.load_checkpointables(step, abstract)
+            # Another mesh pads the item table by another number of rows that are no items.
+            with ocp.Context(array_options=_ANY_PADDING):
+                return self._checkpointer.load_checkpointables(step, abstract)
         except Exception as error:
             raise self._unreadable(step, _reason(error)) from error
 

@@ -39,6 +39,10 @@ class DataConfig:
     yambda_format: Literal["flat", "sequential"] = "flat"
     yambda_event: Literal["listens", "likes", "dislikes", "unlikes", "undislikes", "multi_event"] = "listens"
     min_played_ratio: int = 0  # whole percent; 50 keeps Yambda's Listen+
+    organic_only: bool = False  # yambda: only what the user found without a recommendation
+    # multi_event: the types kept; empty: all
+    event_types: tuple[Literal["listen", "dislike", "like", "undislike", "unlike"], ...] = ()
+    drop_undone: bool = False  # multi_event: without the likes (dislikes) that an unlike (undislike) took back later
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     length: int = 50  # N, positions of a row
     targets: int = 8  # L, a position's targets are the set of the next L events; 1 is next-item
@@ -71,7 +75,8 @@ class ModelConfig:
     heads: int = 2
     mlp_width: int = 0  # 0: 4 * width
     norm: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "relu"] = "gelu"
+    norm_eps: float = 1e-6  # added to a layer norm's variance
+    activation: Literal["gelu", "gelu_exact", "relu"] = "gelu"  # gelu is its tanh approximation, gelu_exact has erf
     dropout: float = 0.2
     item_bias: bool = True  # initialised at the prior log-odds of a target
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; parameters are float32
@@ -140,8 +145,11 @@ class EvaluationConfig:
     ks: tuple[int, ...] = (10, 100)
     filter_seen: bool = False  # remove a user's earlier items from its ranking
     candidates: Literal["all", "train"] = "all"  # rank every item, or those with a training event
-    metric_version: Literal["standard", "yambda_v1", "yambda_v2"] = "standard"
-    decay_hours: float = 24.0  # DecayPop: 0.9 ** (hours / decay_hours)
+    metric_version: Literal["standard", "v1", "v2", "corrected"] = "standard"  # see ranking/metrics.py
+    baselines: tuple[Literal["most_pop", "decay_pop", "item_knn", "random"], ...] = ("most_pop", "decay_pop")
+    # An event of this age in hours weighs 0.9; several: the best by best_metric on validation is taken.
+    decay_hours: tuple[float, ...] = (24.0,)  # decay_pop; 0 is most_pop
+    knn_hours: tuple[float, ...] = (24.0,)  # item_knn; 0: only the events of a user's last second
     batch_users: int = 512
 
 
@@ -166,6 +174,7 @@ def validate(config: Config) -> None:
     """
     _check_types(config)
     _check_ranges(config)
+    _check_filters(config.data)
     _check_contradictions(config)
 
 
@@ -190,7 +199,7 @@ AT_LEAST_ZERO = (
     "split.gap split.test_last split.validation_last model.mlp_width head.tile optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip_norm train.seed mesh.data mesh.items evaluation.every evaluation.patience"
 ).split()
-POSITIVE = "optimizer.learning_rate optimizer.eps head.positive_weight evaluation.decay_hours".split()
+POSITIVE = "model.norm_eps optimizer.learning_rate optimizer.eps head.positive_weight".split()
 UNIT_INTERVAL = "optimizer.final_fraction".split()
 BELOW_ONE = "model.dropout optimizer.b1 optimizer.b2".split()
 BEST_METRICS = ("ndcg", "hr", "recall", "recall_capped", "precision", "mrr", "map")
@@ -212,6 +221,45 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"config.train.seed={config.train.seed} must be below 2**32")
     if not config.evaluation.ks or min(config.evaluation.ks) < 1:
         raise ConfigError(f"config.evaluation.ks={config.evaluation.ks} must hold list lengths of at least 1")
+    for name in ("decay_hours", "knn_hours"):
+        hours = getattr(config.evaluation, name)
+        if not hours or not all(0 <= h < float("inf") for h in hours):
+            raise ConfigError(f"config.evaluation.{name}={hours} must hold numbers of hours, at least 0 and finite")
+
+
+def _check_filters(data: DataConfig) -> None:
+    """Refuses a filter that the chosen file has no column for."""
+    event = "listens" if data.source == "synthetic" else data.yambda_event
+    for name in ("min_played_ratio", "organic_only", "event_types", "drop_undone"):
+        value = getattr(data, name)
+        # min_played_ratio is let be there: the quickstart sets it, and takes any source by a flag
+        if value and data.source in ("table", "lines") and name != "min_played_ratio":
+            raise ConfigError(
+                f"config.data.{name}={value} needs config.data.source=yambda, not {data.source}; "
+                "filter the events before, or leave it out"
+            )
+        if value and name in ("event_types", "drop_undone") and event != "multi_event":
+            raise ConfigError(
+                f"config.data.{name}={value} needs config.data.yambda_event=multi_event, not {event}: "
+                "other files hold one type of events"
+            )
+    if data.source in ("table", "lines"):
+        return
+    if data.min_played_ratio and event not in ("listens", "multi_event"):
+        raise ConfigError(
+            f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "
+            f"not {event}: other events have no played ratio"
+        )
+    if data.min_played_ratio and data.event_types and "listen" not in data.event_types:
+        raise ConfigError(
+            f"config.data.min_played_ratio={data.min_played_ratio} is about listens, which "
+            f"config.data.event_types={data.event_types} leaves out; set it to 0"
+        )
+    if data.drop_undone and data.event_types and not {"like", "dislike"} & set(data.event_types):
+        raise ConfigError(
+            f"config.data.drop_undone=True is about likes and dislikes, which "
+            f"config.data.event_types={data.event_types} leaves out; set it to false"
+        )
 
 
 def _check_contradictions(config: Config) -> None:
@@ -242,11 +290,6 @@ def _check_contradictions(config: Config) -> None:
     columns = [data.user_column, data.item_column, *filter(None, [data.time_column])]
     if data.source == "table" and len(set(columns)) < len(columns):
         raise ConfigError(f"config.data.user_column, item_column and time_column must differ, not {columns}")
-    if data.min_played_ratio and not (data.source == "synthetic" or data.yambda_event == "listens"):
-        raise ConfigError(
-            f"config.data.min_played_ratio={data.min_played_ratio} needs config.data.yambda_event=listens, "
-            f"not {data.yambda_event}: other events have no played ratio"
-        )
     has_time = data.source in ("synthetic", "yambda") or (data.source == "table" and data.time_column)
     if split.kind == "temporal" and not has_time:
         raise ConfigError(
@@ -265,6 +308,13 @@ def _check_contradictions(config: Config) -> None:
             f"config.evaluation.every={evaluation.every} validates during training, but config.split.{wanted}=0 "
             f"leaves no validation events; set one of them"
         )
+    for baseline, name in (("decay_pop", "decay_hours"), ("item_knn", "knn_hours")):
+        hours = getattr(evaluation, name)
+        if baseline in evaluation.baselines and len(hours) > 1 and not has_validation:
+            raise ConfigError(
+                f"config.evaluation.{name}={hours} is chosen from on validation, but the split leaves no validation "
+                f"events; give one number of hours"
+            )
     if evaluation.patience and not evaluation.every:
         raise ConfigError(
             f"config.evaluation.patience={evaluation.patience} stops on validations, but "
@@ -330,6 +380,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 def describe(hint: Any) -> str:
     if isinstance(hint, types.GenericAlias):
         return f"a tuple like ({describe(typing.get_args(hint)[0])}, ...)"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
 
 

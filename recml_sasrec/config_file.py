@@ -93,6 +93,9 @@ def _parse(name: str, text: str, hint: Any) -> Any:
         if text.lower() not in words:
             raise ConfigError(f"config.{name}={text} is not a truth value; write true or false")
         return words[text.lower()]
+    if typing.get_origin(hint) is tuple and typing.get_origin(typing.get_args(hint)[0]) is Literal:
+        names = (word.strip("()[]'\" ") for word in text.split(","))  # ('a', 'b'), or plainly a,b
+        return checked(name, [word for word in names if word], hint)
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -135,4 +138,6 @@ def _fill(config: Config, node: Any, tree: dict[str, Any], prefix: str) -> None:
         if dataclasses.is_dataclass(hints[name]):
             _fill(config, getattr(node, name), value, f"{prefix}{name}.")
         else:
+            if prefix + name == "evaluation.metric_version" and value in ("yambda_v1", "yambda_v2"):
+                value = value.removeprefix("yambda_")  # as earlier runs saved it
             setattr(node, name, checked(prefix + name, value, hints[name]))

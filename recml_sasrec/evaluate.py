@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from recml_sasrec import command
-from recml_sasrec.config import ConfigError, validate
+from recml_sasrec.config import ConfigError, MeshConfig, validate
 from recml_sasrec.config_file import set_field
 
 
@@ -53,11 +53,12 @@ def evaluate_run(
     from recml_sasrec.run import Run
 
     config, marks = run_folder.read(workdir)
+    config.mesh = MeshConfig()  # the devices here need not be those it was trained on
     for override in overrides:
         name, _, value = override.partition("=")
-        if not name.startswith(("evaluation.", "data.path", "data.cache")):
+        if not name.startswith(("evaluation.", "mesh.", "data.path", "data.cache")):
             raise ConfigError(
-                f"config.{name} can't change after training; only evaluation.*, data.path and data.cache can"
+                f"config.{name} can't change after training; only evaluation.*, mesh.*, data.path and data.cache can"
             )
         set_field(config, name, value)
     validate(config)

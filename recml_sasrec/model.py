@@ -33,8 +33,8 @@ class Block(nnx.Module):
         self.attention_out = linear(width, width)
         self.mlp_in = linear(width, mlp_width)
         self.mlp_out = linear(mlp_width, width)
-        self.attention_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
@@ -55,8 +55,10 @@ class Block(nnx.Module):
 
     def _mlp(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
         del mask_B1NN  # the MLP acts on each position alone
-        activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.config.activation]
-        return self.mlp_out(activation(self.mlp_in(x_BND)))
+        x_BND = self.mlp_in(x_BND)
+        if self.config.activation == "relu":
+            return self.mlp_out(jax.nn.relu(x_BND))
+        return self.mlp_out(jax.nn.gelu(x_BND, approximate=self.config.activation == "gelu"))
 
 
 def take_rows(table_VD: jax.Array, items: jax.Array) -> jax.Array:
@@ -94,7 +96,7 @@ class SASRec(nnx.Module):
             self.item_bias = nnx.Param(jnp.full((rows,), prior_log_odds(mean_positives, num_items)))
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.blocks)])
         # pre-norm blocks leave their sum unnormalised; post-norm ones expect a normalised input
-        self.norm = nnx.LayerNorm(config.width, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,

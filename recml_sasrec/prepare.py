@@ -1,4 +1,4 @@
-"""Reads the event log into its store: python -m recml_sasrec.prepare --config configs/yambda50m.py"""
+"""Reads the event log into its store and describes it: python -m recml_sasrec.prepare --config configs/yambda50m.py"""
 
 import argparse
 import sys
@@ -15,12 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     def prepare() -> None:
         flags, overrides = command.parse(parser, argv)
         config = load_config(flags.config, overrides)
+        from recml_sasrec.data.describe import describe
         from recml_sasrec.data.loader import open_data
 
         data = open_data(config)
-        store = data.store
-        print(f"store: {store.directory}")
-        print(f"{store.num_users:,} users, {store.num_items:,} items, {len(store.items):,} events")
+        print(f"store: {data.store.directory}")
+        print(describe(data.store))
         print(data.split.description)
         print(
             f"{data.steps_per_epoch(config):.1f} steps an epoch of {config.train.batch_size} x {config.data.length}; "

@@ -26,6 +26,7 @@ CHANGEABLE = (
     "train.log_every",
     "checkpoint.",
     "evaluation.",
+    "mesh.",
     "data.cache",
     "data.path",  # the events themselves are compared
 )

@@ -75,11 +75,12 @@ def make_layout(config: Config, num_items: int) -> Layout:
         ConfigError: a mesh that does not multiply to the devices, or rows that don't divide among them.
     """
     devices = jax.device_count()
-    tokens = config.train.batch_size // config.train.accumulate * config.data.length
+    rows = config.train.batch_size // config.train.accumulate
+    tokens = rows * config.data.length
     data, items = config.mesh.data, config.mesh.items
     chosen = not data and not items
     if chosen:
-        items = devices if _prefers_shards(num_items, tokens) else 1
+        items = devices if rows % devices or _prefers_shards(num_items, tokens) else 1
     data, items = data or max(devices // items, 1), items or max(devices // max(data, 1), 1)
     if data * items != devices:
         raise ConfigError(
@@ -89,7 +90,6 @@ def make_layout(config: Config, num_items: int) -> Layout:
     mesh = jax.make_mesh((data, items), (DATA, ITEMS), axis_types=(AxisType.Auto,) * 2)
     if devices == 1:
         return Layout(mesh, num_items, None)
-    rows = config.train.batch_size // config.train.accumulate
     if rows % data:
         raise ConfigError(
             f"config.train.batch_size={config.train.batch_size}, in {config.train.accumulate} parts, is not a multiple "

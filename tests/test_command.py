@@ -54,6 +54,13 @@ def test_prepare_then_evaluate_a_run_on_other_terms(tmp_path):
     ]
     prepared = command("prepare", *QUICKSTART, *small)
     assert prepared.returncode == 0 and " validation and " in prepared.stdout, prepared.stderr
+    lines = prepared.stdout.splitlines()
+    assert lines[0].startswith("read ") and lines[0].endswith("/s") and lines[1].startswith("store: ")
+    assert " items, " in lines[2] and [line.split(":")[0] for line in lines[3:6]] == [
+        "repeats",
+        "events a user",
+        "time",
+    ]
     workdir = tmp_path / "run"
     trained = command("train", *QUICKSTART, "--workdir", str(workdir), *small)
     assert trained.returncode == 0, trained.stderr

@@ -1,5 +1,6 @@
 """A config can be overridden, saved and compared, and what is wrong with it is said in one sentence."""
 
+import json
 import pathlib
 
 import pytest
@@ -42,7 +43,13 @@ def test_yambda50m_holds_to_the_published_protocol():
         ("head.name=dense_bce", "head.name", "dense_bce"),
         ("evaluation.ks=(5,10)", "evaluation.ks", (5, 10)),
         ("evaluation.ks=10", "evaluation.ks", (10,)),
+        ("evaluation.decay_hours=1", "evaluation.decay_hours", (1.0,)),
+        ("evaluation.knn_hours=(0,0.5)", "evaluation.knn_hours", (0.0, 0.5)),
+        ("evaluation.baselines=item_knn", "evaluation.baselines", ("item_knn",)),
+        ("evaluation.baselines=('most_pop', 'random')", "evaluation.baselines", ("most_pop", "random")),
+        ("evaluation.baselines=()", "evaluation.baselines", ()),
         ("data.path=a=b.csv", "data.path", "a=b.csv"),
+        ("data.organic_only=true", "data.organic_only", True),
     ],
 )
 def test_overrides_take_the_type_of_their_field(override, name, value):
@@ -76,9 +83,17 @@ def test_overrides_take_the_type_of_their_field(override, name, value):
         ("train.accumulate=5", "not a multiple"),
         ("data.stride=60", "would skip events"),
         ("data.source=table", "needs config.data.path"),
+        ("data.event_types=like", "needs config.data.yambda_event=multi_event, not listens"),
+        ("data.event_types=liked", "did you mean 'like'?"),
+        ("data.drop_undone=true", "needs config.data.yambda_event=multi_event, not listens"),
+        ("data.yambda_event=unlike", "did you mean 'unlikes'?"),
         ("evaluation.best_metric=ndgc@10", "did you mean ndcg@10?"),
         ("evaluation.best_metric=ndcg@7", "did you mean ndcg@"),
         ("evaluation.ks=()", "list lengths"),
+        ("evaluation.baselines=mostpop", "did you mean 'most_pop'?"),
+        ("evaluation.metric_version=v3", "it must be one of 'standard', 'v1', 'v2', 'corrected'"),
+        ("evaluation.decay_hours=()", "numbers of hours"),
+        ("evaluation.knn_hours=(1,-2)", "numbers of hours, at least 0"),
         ("split.validation_length=0", "leaves no validation events"),
         ("split.test_start=0", "needs config.split.test_start"),
     ],
@@ -136,3 +151,50 @@ def test_first_difference_leaves_out_what_it_is_told_to():
     assert first_difference(a, b) == "model.width"
     assert first_difference(a, b, but=("model.",)) == "train.steps"
     assert first_difference(a, b, but=("model.", "train.steps")) is None
+
+
+def multi_event(*overrides: str) -> Config:
+    return load_config(
+        str(CONFIGS[0].with_name("yambda50m.py")),
+        ["data.min_played_ratio=0", "data.yambda_event=multi_event", *overrides],
+    )
+
+
+@pytest.mark.parametrize("text", ["like,dislike", "('like', 'dislike')", "['like','dislike']", "like, dislike,"])
+def test_event_types_are_a_list_of_names(text):
+    config = multi_event(f"data.event_types={text}", "data.drop_undone=true")
+    assert config.data.event_types == ("like", "dislike")
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.yambda_event=likes", "data.min_played_ratio=50"], "not likes: other events have no played ratio"),
+        (["data.event_types=like", "data.min_played_ratio=50"], "is about listens, which config.data.event_types="),
+        (["data.event_types=listen", "data.drop_undone=true"], "is about likes and dislikes, which"),
+        (["data.yambda_event=likes", "data.drop_undone=true"], "needs config.data.yambda_event=multi_event, not likes"),
+        (["data.source=lines", "data.path=x", "data.organic_only=true"], "needs config.data.source=yambda, not lines"),
+    ],
+)
+def test_a_filter_that_does_not_apply_gets_one_sentence(overrides, sentence):
+    with pytest.raises(ConfigError) as error:
+        multi_event(*overrides)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_configs_saved_by_earlier_versions_are_read():
+    tree = json.loads(to_json(quickstart()))
+    tree["evaluation"] |= {"metric_version": "yambda_v1", "decay_hours": 12.0}
+    saved = from_json(json.dumps(tree)).evaluation
+    assert (saved.metric_version, saved.decay_hours) == ("v1", (12.0,))
+
+
+def test_hours_to_choose_from_need_validation():
+    several = ["evaluation.decay_hours=(1,2)", "evaluation.every=0"]
+    quickstart(*several)
+    with pytest.raises(
+        ConfigError, match=r"decay_hours=\(1.0, 2.0\) is chosen from on validation, but the split leaves"
+    ):
+        quickstart(*several, "split.validation_length=0")
+    quickstart(*several, "split.validation_length=0", "evaluation.baselines=most_pop")

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from recml_sasrec import heads, optim, sharding
-from recml_sasrec.config import Config, ConfigError
+from recml_sasrec import heads, optim
+from recml_sasrec.config import Config
 from recml_sasrec.config_file import from_json, to_json
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.step import Metrics, init_state, make_model, make_train_step
@@ -169,27 +169,6 @@ def test_sampled_bce_trains():
         run(config, steps=1, batch=lambda i: batch, state=state._replace(metrics=Metrics.zeros())).metrics.loss
     )
     assert last < 0.7 * first
-
-
-def test_two_devices_learn_what_one_does():
-    if jax.device_count() < 2:
-        pytest.fail("the suite runs on two CPU devices; see tests/conftest.py")
-    config = make_config()
-    graphdef, init = make_model(config, V, 2.0)
-    optimizer = optim.make_optimizer(config.optimizer, 100)
-    mesh = sharding.make_mesh()
-    step = jax.jit(make_train_step(config, graphdef, optimizer), out_shardings=sharding.replicated(mesh))
-    state = jax.jit(lambda: init_state(init, optimizer), out_shardings=sharding.replicated(mesh))()
-    for i in range(3):
-        state = step(state, jax.device_put(make_batch(i), sharding.by_row(mesh, B)))
-    one = run(config, steps=3)
-    assert_same(state.params, one.params, 1e-5)
-    assert [int(c) for c in state.metrics.counts] == [int(c) for c in one.metrics.counts]
-
-
-def test_rows_that_do_not_divide_among_the_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"batch_size=7 .* 2 devices; the nearest is 8"):
-        sharding.by_row(sharding.make_mesh(), 7)
 
 
 def test_the_schedule_warms_up_and_decays():

@@ -35,6 +35,7 @@ class EventBatch(NamedTuple):
     user: pa.Array  # int64 or string, no nulls
     item: pa.Array  # int64 or string, no nulls
     timestamp: pa.Array | None  # int64 seconds, no nulls; None: the source has no time
+    share: float = 0.0  # of the source read so far, 0..1; 0: unknown
 
 
 def read_table(path: str, user_column: str, item_column: str, time_column: str) -> Iterator[EventBatch]:
@@ -48,8 +49,10 @@ def read_table(path: str, user_column: str, item_column: str, time_column: str) 
         DataError: a missing file or column, a broken file, or a null, negative or overflowing value.
     """
     check_file(path)
+    rows = 0
     if _is_parquet(path):
         file = open_parquet(path)
+        rows = file.metadata.num_rows
         names = file.schema_arrow.names
         columns = [find_column(path, names, name) for name in (user_column, item_column, time_column) if name]
         batches = parquet_batches(path, file, columns, _BATCH_ROWS)
@@ -65,7 +68,7 @@ def read_table(path: str, user_column: str, item_column: str, time_column: str) 
         user, item = (as_ids(batch.column(i), columns[i], path, row, integers[i]) for i in (0, 1))
         time = as_seconds(batch.column(2), columns[2], path, row) if time_column else None
         row += batch.num_rows
-        yield EventBatch(user, item, time)
+        yield EventBatch(user, item, time, row / rows if rows else 0.0)
 
 
 def read_lines(path: str) -> Iterator[EventBatch]:
@@ -119,10 +122,12 @@ def open_parquet(path: str) -> pq.ParquetFile:
         ) from error
 
 
-def parquet_batches(path: str, file: pq.ParquetFile, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Record batches of at most ``rows`` rows with ``columns`` in the order given."""
+def parquet_batches(
+    path: str, file: pq.ParquetFile, columns: list[str], rows: int, row_groups: list[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Record batches of at most ``rows`` rows with ``columns`` in the order given, of all or of some row groups."""
     try:
-        for batch in file.iter_batches(batch_size=rows, columns=list(dict.fromkeys(columns))):
+        for batch in file.iter_batches(batch_size=rows, columns=list(dict.fromkeys(columns)), row_groups=row_groups):
             yield pa.RecordBatch.from_arrays([batch.column(name) for name in columns], columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,21 +43,23 @@ def open_store_of(config: Config) -> Store:
     elif not path:
         raise DataError(f"config.data.source={data.source!r} needs config.data.path; give it the file of events")
     check_file(path)
+    options: dict[str, Any] = {"source": data.source}
     if data.source == "table":
-        columns = (data.user_column, data.item_column, data.time_column)
-        fingerprint = source_fingerprint(path, source="table", columns=columns)
+        options["columns"] = columns = (data.user_column, data.item_column, data.time_column)
         read = lambda: read_table(path, *columns)  # noqa: E731
     elif data.source == "lines":
-        fingerprint = source_fingerprint(path, source="lines")
         read = lambda: read_lines(path)  # noqa: E731
     else:
-        if data.source == "synthetic" and not data.path:  # its name tells its content, whoever wrote it and when
-            fingerprint = fingerprint_of(generated=os.path.basename(path), min_played_ratio=data.min_played_ratio)
-        else:
-            fingerprint = source_fingerprint(path, source="yambda", min_played_ratio=data.min_played_ratio)
-        read = lambda: yambda.read_yambda(path, data.min_played_ratio)  # noqa: E731
+        names = ("min_played_ratio", "organic_only", "event_types", "drop_undone")
+        filters = {name: getattr(data, name) for name in names}
+        options = {"source": "yambda", **filters}
+        read = lambda: yambda.read_yambda(path, **filters)  # noqa: E731
+    if data.source == "synthetic" and not data.path:  # its name tells its content, whoever wrote it and when
+        key = fingerprint = fingerprint_of(generated=os.path.basename(path), **options)
+    else:  # one store of a path and its options: a file that has changed replaces the old one's
+        key, fingerprint = fingerprint_of(path=os.path.abspath(path), **options), source_fingerprint(path, **options)
     name = os.path.basename(path).split(".")[0]
-    directory = os.path.join(cache_folder(config), "stores", f"{name}-{fingerprint[:16]}")
+    directory = os.path.join(cache_folder(config), "stores", f"{name}-{key[:16]}")
     return build_store(read, directory, fingerprint, source=path)
 
 

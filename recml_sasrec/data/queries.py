@@ -38,7 +38,8 @@ def seen_of(store: Store, split: Split, which: str, users: np.ndarray) -> tuple[
     end = target_ranges(split, which)[2][users]
     sizes = end - split.train_start[users]
     owner = np.repeat(np.arange(len(users)), sizes)
-    pairs = np.unique(owner * store.num_items + store.items[ranges(split.train_start[users], sizes)])
+    pairs = np.sort(owner * store.num_items + store.items[ranges(split.train_start[users], sizes)])
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]  # np.unique hashes, which takes several times as long
     owner, items = np.divmod(pairs, store.num_items)
     return items.astype(np.int32), _offsets(np.bincount(owner, minlength=len(users)))
 

@@ -8,10 +8,12 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,12 +21,16 @@ import numpy as np
 import pyarrow as pa
 
 from recml_sasrec.data.events import DataError, EventBatch
+from recml_sasrec.data.progress import watched
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 
+log = logging.getLogger("recml_sasrec")
+
 VERSION = 1
-_SORT_EVENTS = 1 << 22  # events sorted at once
+_SORT_EVENTS = 1 << 20  # events sorted at once
 _MAX_IDS = 2**31 - 1
+_HEADERS = 1 << 14  # bytes, of all the files
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +117,17 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
     Raises:
         DataError: no events, bad values, mixed types of ids, too little disk.
     """
-    with contextlib.suppress(DataError):
+    directory = os.path.abspath(directory)
+    source = source or directory
+    try:
         store = open_store(directory)
         if store.fingerprint == fingerprint:
             return store
-    directory = os.path.abspath(directory)
+        log.info("%r has changed since its store was made: reading it again", source)
+    except DataError:
+        if os.path.exists(directory):
+            log.info("the store of %r is damaged or of another version: reading it again", source)
     parent, name = os.path.split(directory)
-    source = source or directory
     try:
         os.makedirs(parent, exist_ok=True)
         remove_stale(parent, name)
@@ -127,6 +137,7 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         raise DataError(
             f"folder {parent!r} can't be written ({error.strerror}); choose another config.data.cache"
         ) from error
+    begin = time.perf_counter()
     try:
         _build(read, work, fingerprint, source)
         _put_in_place(work, directory, fingerprint)
@@ -137,7 +148,9 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return open_store(directory)
+    store, seconds = open_store(directory), time.perf_counter() - begin
+    log.info("read %s events in %.1f s, %s/s", f"{store.num_events:,}", seconds, f"{store.num_events / seconds:,.0f}")
+    return store
 
 
 def temporary_name(name: str) -> str:
@@ -190,7 +203,7 @@ def _put_in_place(work: str, directory: str, fingerprint: str) -> None:
 def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str, source: str) -> None:
     users, items = Collector("user"), Collector("item")
     events, has_time = 0, True
-    for batch in read():
+    for batch in watched(read(), "reading ids (1 of 2)"):
         users.add(batch.user)
         items.add(batch.item)
         events += len(batch.user)
@@ -202,6 +215,7 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
     for name, ids in (("users", user_ids), ("items", item_ids)):
         if len(ids) > _MAX_IDS:
             raise DataError(f"{source!r} has {len(ids)} {name}, over the limit {_MAX_IDS} (int32); use a part of it")
+    _check_space(work, events, user_ids, item_ids, source)
     _write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
     _write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
     offsets = np.zeros(len(user_ids) + 1, np.int64)
@@ -229,6 +243,17 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
         json.dump(meta, file, indent=1)
 
 
+def _check_space(folder: str, events: int, user_ids: pa.Array, item_ids: pa.Array, source: str) -> None:
+    """Refuses to begin what the disk has no room for."""
+    needed = events * (4 + 8) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes + _HEADERS
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"the store of {source!r} needs {needed:,} bytes but {os.path.dirname(folder)!r} has {free:,} free; "
+            "free disk space or choose another config.data.cache"
+        )
+
+
 def _create(path: str, length: int, dtype: type) -> np.memmap:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
     if hasattr(os, "posix_fallocate"):  # a full disk is then an error here, not a bus error while writing
@@ -249,7 +274,7 @@ def _scatter(
     """Writes each event to the next free place of its user: file order is kept."""
     changed = DataError(f"{source!r} changed while it was read; wait until it is complete and start again")
     cursor = offsets[:-1].copy()
-    for batch in read():
+    for batch in watched(read(), "reading events (2 of 2)"):
         user, item = encode_user(batch.user), encode_item(batch.item)
         n = len(user)
         if n and (user.min() < 0 or item.min() < 0):
@@ -288,15 +313,15 @@ def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, 
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for first, last in user_chunks(offsets, _SORT_EVENTS):
         part = slice(int(offsets[first]), int(offsets[last]))
-        time = np.array(timestamps[part])
-        low, high = min(low, int(time.min())), max(high, int(time.max()))
+        times = np.array(timestamps[part])
+        low, high = min(low, int(times.min())), max(high, int(times.max()))
         if not sort:
             continue
         user = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(offsets[first : last + 1]))
-        if np.all((time[1:] >= time[:-1]) | (user[1:] != user[:-1])):
+        if np.all((times[1:] >= times[:-1]) | (user[1:] != user[:-1])):
             continue
-        order = np.lexsort((time, user))  # stable: file order inside a tie
-        timestamps[part] = time[order]
+        order = np.lexsort((times, user))  # stable: file order inside a tie
+        timestamps[part] = times[order]
         items[part] = np.asarray(items[part])[order]
     return low, high
 

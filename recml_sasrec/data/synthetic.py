@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from recml_sasrec.data.store import remove_stale, temporary_name
 from recml_sasrec.data.yambda import LAST_SECOND
 
 VERSION = 2
-_GROUP_EVENTS = 1 << 20  # events of a row group, about
+GROUP_EVENTS = 1 << 20  # events of a row group, about
 
 ALBUM = 10  # tracks
 GENRES = 20
@@ -68,16 +69,28 @@ def write(config: SyntheticConfig, path: str) -> None:
             f"events_per_user {config.events_per_user} "
             f"makes no data; use at least 1 user, {2 * ALBUM} items and 1 event"
         )
+    users = max(1, GROUP_EVENTS // config.events_per_user)
+    catalogue = Catalogue(config.seed, config.items)
+    groups = (
+        _group(config, catalogue, first, min(first + users, config.users)) for first in range(0, config.users, users)
+    )
+    write_groups(path, SCHEMA, groups)
+
+
+def write_groups(path: str, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
+    """Streams tables to a parquet file (LZ4), a row group each, renamed into place when complete.
+
+    Raises:
+        DataError: the folder can't be written.
+    """
     parent, name = os.path.split(os.path.abspath(path))
     work = os.path.join(parent, temporary_name(name))
     try:
         os.makedirs(parent, exist_ok=True)
         remove_stale(parent, name)
-        with pq.ParquetWriter(work, SCHEMA, compression="lz4") as writer:
-            users = max(1, _GROUP_EVENTS // config.events_per_user)
-            catalogue = _Catalogue(config)
-            for first in range(0, config.users, users):
-                writer.write_table(_group(config, catalogue, first, min(first + users, config.users)))
+        with pq.ParquetWriter(work, schema, compression="lz4") as writer:
+            for group in groups:
+                writer.write_table(group)
         os.replace(work, path)
     except OSError as error:
         raise DataError(
@@ -89,16 +102,32 @@ def write(config: SyntheticConfig, path: str) -> None:
             os.remove(work)
 
 
-class _Catalogue:
-    """Albums of tracks with genres and popularity; sparse ids that tell nothing of them."""
+class Catalogue:
+    """Albums of tracks with genres and popularity; sparse ids that tell nothing of them.
 
-    def __init__(self, config: SyntheticConfig) -> None:
-        rng = np.random.default_rng([config.seed, 0])
-        ids = 22 + np.cumsum(rng.geometric(0.1, config.items)) - 1
+    Args:
+        seed: of the generator.
+        items: tracks of all albums.
+        popularity: exponent and offset of an album's weight.
+        lonely: items of no album, numbered after the tracks.
+        density: share of the numbers in the range of the ids that are ids.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        items: int,
+        popularity: tuple[float, float] = POPULARITY,
+        lonely: int = 0,
+        density: float = 0.1,
+    ) -> None:
+        rng = np.random.default_rng([seed, 0])
+        ids = 22 + np.cumsum(rng.geometric(density, items + lonely)) - 1
         self.ids = rng.permutation(ids).astype(np.uint32)
-        self.lengths = np.clip(rng.lognormal(np.log(200), 0.35, config.items), 20, 3_600).astype(np.uint32)
-        self.albums = -(-config.items // ALBUM)  # the last one may have fewer tracks
-        exponent, offset = POPULARITY
+        self.lengths = np.clip(rng.lognormal(np.log(200), 0.35, len(ids)), 20, 3_600).astype(np.uint32)
+        self.items = items
+        self.albums = -(-items // ALBUM)  # the last one may have fewer tracks
+        exponent, offset = popularity
         weights = (np.arange(self.albums) + offset) ** -exponent
         self.genres = min(GENRES, self.albums)
         # Album a has genre a % genres, so that a genre's k-th album is album k * genres + genre.
@@ -108,16 +137,37 @@ class _Catalogue:
         self.cdf = np.cumsum(weights) / weights.sum()
 
     def tracks(self, album: np.ndarray) -> np.ndarray:
-        return np.minimum(ALBUM, len(self.ids) - album * ALBUM)
+        return np.minimum(ALBUM, self.items - album * ALBUM)
 
 
-def _group(config: SyntheticConfig, catalogue: _Catalogue, first: int, last: int) -> pa.Table:
+def _group(config: SyntheticConfig, catalogue: Catalogue, first: int, last: int) -> pa.Table:
     """The listens of users first..last-1."""
     rng = np.random.default_rng([config.seed, 1, first])
     mean = config.events_per_user
     counts = np.maximum(rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, last - first).round(), 1).astype(np.int64)
     user = np.repeat(np.arange(last - first), counts)
-    item, noise = _items(rng, catalogue, counts, user)
+    item, noise = draw_items(rng, catalogue, counts, user)
+    return listens(rng, catalogue, counts, user, item, noise, first)
+
+
+def listens(
+    rng: np.random.Generator,
+    catalogue: Catalogue,
+    counts: np.ndarray,
+    user: np.ndarray,
+    item: np.ndarray,
+    noise: np.ndarray,
+    first: int,
+) -> pa.Table:
+    """The rows of some users' listens, sorted by (uid, timestamp).
+
+    Args:
+        counts: int64 [U], listens of each user.
+        user: int64 [n], the user of each listen, ascending from 0.
+        item: int64 [n], its index in the catalogue.
+        noise: bool [n], whether it breaks the run.
+        first: number of the first user.
+    """
     table = {
         "uid": ((user + first + 1) * 100).astype(np.uint32),
         "timestamp": _times(rng, counts, user),
@@ -129,10 +179,10 @@ def _group(config: SyntheticConfig, catalogue: _Catalogue, first: int, last: int
     return pa.table(table, schema=SCHEMA)
 
 
-def _items(
-    rng: np.random.Generator, catalogue: _Catalogue, counts: np.ndarray, user: np.ndarray
+def draw_items(
+    rng: np.random.Generator, catalogue: Catalogue, counts: np.ndarray, user: np.ndarray, returns: float = RETURN
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(index of the item, whether it breaks the run) of every event."""
+    """(index of the item, whether it breaks the run) of every event; ``returns``: share of runs of a known album."""
     total = len(user)
     begin = np.cumsum(counts) - counts
     starts = rng.random(total) < 1 / RUN
@@ -145,7 +195,7 @@ def _items(
     # A run returns to a recent one of the same user: follow the references to their ends, doubling the step.
     age = np.arange(num_runs) - own_first
     back = np.ceil(age * rng.random(num_runs) ** 2).astype(np.int64)  # recent runs more often
-    origin = np.arange(num_runs) - np.where(rng.random(num_runs) < RETURN, back, 0)
+    origin = np.arange(num_runs) - np.where(rng.random(num_runs) < returns, back, 0)
     while np.any(origin[origin] != origin):
         origin = origin[origin]
     album = _albums(rng, catalogue, run_user, len(counts))[origin]
@@ -159,7 +209,7 @@ def _items(
     return np.where(noise, noisy, item), noise
 
 
-def _albums(rng: np.random.Generator, catalogue: _Catalogue, run_user: np.ndarray, users: int) -> np.ndarray:
+def _albums(rng: np.random.Generator, catalogue: Catalogue, run_user: np.ndarray, users: int) -> np.ndarray:
     """An album for each run: mostly of the user's genres, by popularity."""
     tastes = rng.integers(0, catalogue.genres, (users, TASTES))
     genre = tastes[run_user, rng.integers(0, TASTES, len(run_user))]

@@ -10,25 +10,38 @@ from recml_sasrec.data.events import DataError
 
 _TABLE_LIMIT = 1 << 26  # entries of a direct lookup table: 256 MiB
 _TABLE_SPARSITY = 64  # or this many entries per id
+_COUNTED = 1 << 24  # smaller integers are counted in a table, whose pages take memory only where they are used
 
 
 class Collector:
-    """The distinct ids of a stream with their counts, in memory proportional to their number."""
+    """The distinct ids of a stream with their counts, in memory proportional to their number, whatever the rows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._type: pa.DataType | None = None
+        self._counts = np.zeros(_COUNTED, np.int64)
+        self._counted = 0  # of the table's entries, those that may be in use
         self._merged: tuple[pa.Array, np.ndarray] | None = None
         self._pending: list[tuple[pa.Array, np.ndarray]] = []
         self._pending_size = 0
 
     def add(self, ids: pa.Array) -> None:
         """Counts a batch of ids; DataError when integers and strings are mixed."""
-        first = self._merged or (self._pending[0] if self._pending else None)
-        if first is not None and first[0].type != ids.type:
+        if self._type not in (None, ids.type):
             raise DataError(
-                f"the {self._name} ids are {first[0].type} in one place and {ids.type} in another; "
+                f"the {self._name} ids are {self._type} in one place and {ids.type} in another; "
                 "convert them to one type"
             )
+        self._type = ids.type
+        if pa.types.is_integer(ids.type):
+            numbers = ids.to_numpy(zero_copy_only=False)
+            small = numbers < _COUNTED
+            few = numbers if small.all() else numbers[small]
+            np.add.at(self._counts, few, 1)
+            self._counted = max(self._counted, int(few.max(initial=-1)) + 1)
+            if small.all():
+                return
+            ids = pa.array(numbers[~small])
         counted = pc.value_counts(ids)
         values, counts = counted.field(0), counted.field(1).to_numpy(zero_copy_only=False)
         self._pending.append((values, counts))
@@ -40,9 +53,13 @@ class Collector:
     def finish(self) -> tuple[pa.Array, np.ndarray]:
         """(distinct ids in the order of their rank, int64 counts)."""
         self._merge()
+        small = np.flatnonzero(self._counts[: self._counted])
         if self._merged is None:
-            return pa.array([], pa.int64()), np.zeros(0, np.int64)
-        return self._merged
+            return pa.array(small), self._counts[small]
+        ids, counts = self._merged
+        if not len(small):
+            return ids, counts
+        return pa.array(np.concatenate([small, ids.to_numpy()])), np.concatenate([self._counts[small], counts])
 
     def _merge(self) -> None:
         parts = ([self._merged] if self._merged else []) + self._pending

@@ -24,7 +24,7 @@ class Placement(NamedTuple):
 
     mesh: with the axes ``data`` and ``items``; table and bias are split by rows over ``items``.
     tokens: the axes over which the first axis of hidden, targets and weights is split.
-    gather: what moves between the devices of an ``items`` axis.
+    gather: what moves between the devices of an ``items`` axis; the table only where each has tokens of its own.
     """
 
     mesh: Mesh
@@ -39,14 +39,18 @@ class Placement(NamedTuple):
 
     def best(self, reference_T: jax.Array) -> jax.Array:
         """The highest of the shards' references, inside ``over_shards``."""
-        return lax.pmax(reference_T, ITEMS) if self.gather == "hidden" else reference_T
+        return reference_T if self.gathers_table else lax.pmax(reference_T, ITEMS)
+
+    @property
+    def gathers_table(self) -> bool:
+        return self.gather == "table" and ITEMS in self.tokens
 
 
 def over_shards(local: Callable, placement: Placement | None, h_TD, table_VD, bias_V, targets_TL, weight_T):
     """``local(h, table, bias, targets, weight) -> (sums per token, (dh, dtable, dbias) or None)`` over all shards."""
     if placement is None:
         return local(h_TD, table_VD, bias_V, targets_TL, weight_T)
-    over = _over_hidden if placement.gather == "hidden" else _over_table
+    over = _over_table if placement.gathers_table else _over_hidden
     tokens, items = P(placement.tokens), P(ITEMS)
     body = lambda *arguments: over(local, placement.tokens, *arguments)  # noqa: E731
     return jax.shard_map(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 1 << 24  # events read at a time
+DECAY_HOURS = (0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 12.0, 24.0)  # the Yambda benchmark's grid, to be chosen from on validation
 
 
 def most_pop(store, split) -> np.ndarray:
@@ -106,4 +107,30 @@ def top_of_order(
     place = np.cumsum(free, 1, dtype=np.int32) - 1
     query, rank = np.nonzero(free & (place < k))
     lists[query, place[query, rank]] = order[rank]
+    return lists
+
+
+def random_lists(
+    seed: int,
+    users: np.ndarray,
+    k: int,
+    num_items: int,
+    candidates: np.ndarray | None = None,
+    seen: tuple[np.ndarray, np.ndarray] | None = None,
+) -> np.ndarray:
+    """int32 [Q, k]: for each user k candidates it has not seen, uniformly; -1 where there are fewer.
+
+    A user's list depends on the seed and the user alone. ``candidates`` is int [C], the items that may be recommended
+    (None allows all); ``seen`` is as in ``top_of_order``.
+    """
+    lists = np.full((len(users), k), -1, np.int32)
+    total = num_items if candidates is None else len(candidates)
+    for number, user in enumerate(users):
+        left_out = () if seen is None else seen[0][seen[1][number] : seen[1][number + 1]]
+        size = min(total, k + len(left_out))  # k items remain when the seen ones are dropped
+        drawn = np.random.default_rng([seed, int(user)]).choice(total, size, replace=False)
+        drawn = drawn if candidates is None else candidates[drawn]
+        if len(left_out):
+            drawn = drawn[~np.isin(drawn, left_out)]
+        lists[number, : len(drawn[:k])] = drawn[:k]
     return lists

@@ -7,17 +7,18 @@
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recml_sasrec.config import Config
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import QueryBatch
 from recml_sasrec.files import write_atomically
-from recml_sasrec.ranking.baselines import decay_pop, most_pop, order_items, top_of_order
+from recml_sasrec.ranking.baselines import decay_pop, most_pop, order_items, random_lists, top_of_order
+from recml_sasrec.ranking.item_knn import ItemKNN
 from recml_sasrec.ranking.metrics import RankingMetrics
 from recml_sasrec.ranking.topk import top_k_jit
 
@@ -96,24 +97,66 @@ def _exclusions(data, which: Which, users: np.ndarray) -> np.ndarray:
     return exclude
 
 
-def evaluate_baselines(config: Config, data, which: Which) -> Rows:
-    """``{"most_pop": {...}, "decay_pop": {...}}``; no ``decay_pop`` where the store has no times."""
-    mask = candidate_mask(config, data)
-    scores = {"most_pop": train_counts(data)}
-    if data.store.has_time:
-        scores["decay_pop"] = decay_pop(data.store, data.split, config.evaluation.decay_hours)
-    return {name: rank_scores(config, data, which, values, mask) for name, values in scores.items()}
+def evaluate_baselines(config: Config, data, which: Which, should_stop: Callable[[], bool] | None = None) -> Rows:
+    """``{"most_pop": {...}, ...}``, the rows of ``evaluation.baselines``; no decay_pop where the store has no times.
+
+    Raises:
+        Stopped: ``should_stop``, polled between batches of users, said so.
+    """
+    names = [name for name in config.evaluation.baselines if name != "decay_pop" or data.store.has_time]
+    return {
+        name: _evaluate_baseline(config, data, which, name, chosen_hours(config, data, name, should_stop), should_stop)
+        for name in names
+    }
 
 
-def rank_scores(config: Config, data, which: Which, scores: np.ndarray, mask: np.ndarray | None = None) -> Metrics:
-    """Metrics of one ranking for all users: items by ``scores`` [V] descending, then id, less what a user has seen."""
+def chosen_hours(config: Config, data, name: str, should_stop: Callable[[], bool] | None = None) -> float:
+    """The hours of decay_pop or item_knn: the configured ones or, of several, the best on validation.
+
+    The best has the highest ``evaluation.best_metric``, the criterion for the model's checkpoints too; of equal ones
+    the first. Other baselines have no hours: 0.
+
+    Raises:
+        ConfigError: there are several, and no validation split to choose on.
+        Stopped: ``should_stop`` said so.
+    """
+    evaluation = config.evaluation
+    grid = {"decay_pop": evaluation.decay_hours, "item_knn": evaluation.knn_hours}.get(name, (0.0,))
+    if len(grid) == 1:
+        return grid[0]
+    if not len(query_users(data, "validation")):
+        raise ConfigError(f"the hours of {name} can't be chosen from {grid} without a validation split; give one")
+
+    def choose() -> float:
+        rows = [_evaluate_baseline(config, data, "validation", name, hours, should_stop) for hours in grid]
+        return grid[int(np.argmax([row[evaluation.best_metric] for row in rows]))]
+
+    return _remembered(data, (name, repr(evaluation)), choose)
+
+
+def _evaluate_baseline(
+    config: Config, data, which: Which, name: str, hours: float, should_stop: Callable[[], bool] | None
+) -> Metrics:
+    mask, k, num_items = candidate_mask(config, data), max(config.evaluation.ks), data.store.num_items
+    if name == "random":
+        candidates = None if mask is None else np.flatnonzero(mask)
+        lists = lambda users, seen: random_lists(config.train.seed, users, k, num_items, candidates, seen)  # noqa: E731
+    elif name == "item_knn":
+        knn = _remembered(data, "item_knn", lambda: ItemKNN(data.store, data.split))
+        history_end = getattr(data.split, f"{which}_history_end")
+        lists = lambda users, seen: knn.lists(users, history_end, hours, k, mask, seen)  # noqa: E731
+    else:
+        scores = train_counts(data) if name == "most_pop" else decay_pop(data.store, data.split, hours)
+        order = order_items(scores, mask)
+        lists = lambda users, seen: top_of_order(order, k, len(users), num_items, seen)  # noqa: E731
     metrics = _metrics(config, data, mask)
-    order, k = order_items(scores, mask), max(config.evaluation.ks)
     users = query_users(data, which)
     for start in range(0, len(users), config.evaluation.batch_users):
+        if should_stop is not None and should_stop():
+            raise Stopped
         some = users[start : start + config.evaluation.batch_users]
         seen = data.seen(which, some) if config.evaluation.filter_seen else None
-        metrics.add(top_of_order(order, k, len(some), data.store.num_items, seen), *data.targets(which, some))
+        metrics.add(lists(some, seen), *data.targets(which, some))
     return metrics.result()
 
 
@@ -128,14 +171,21 @@ def candidate_mask(config: Config, data) -> np.ndarray | None:
     return train_counts(data) > 0 if config.evaluation.candidates == "train" else None
 
 
-_counted: list[tuple[Any, np.ndarray]] = []  # the last split and its counts: they are a pass over all training events
+_memory: list[Any] = [None, {}]  # the last split, and what takes a pass over its training events
+
+
+def _remembered(data, what: Hashable, compute: Callable[[], Any]) -> Any:
+    """``compute()``, remembered for as long as the same split is asked for."""
+    if _memory[0] is not data.split:
+        _memory[:] = [data.split, {}]
+    if what not in _memory[1]:
+        _memory[1][what] = compute()
+    return _memory[1][what]
 
 
 def train_counts(data) -> np.ndarray:
-    """int64 [V], ``most_pop``, remembered for as long as the same split is asked for."""
-    if not _counted or _counted[0][0] is not data.split:
-        _counted[:] = [(data.split, most_pop(data.store, data.split))]
-    return _counted[0][1]
+    """int64 [V], ``most_pop``, remembered."""
+    return _remembered(data, "most_pop", lambda: most_pop(data.store, data.split))
 
 
 def _metrics(config: Config, data, mask: np.ndarray | None) -> RankingMetrics:
@@ -160,11 +210,18 @@ def protocol(config: Config, data, which: Which) -> dict[str, Any]:
         "ranking": "full catalogue, exact",
         "ties": "higher score first, then smaller item id",
         "metric version": evaluation.metric_version,
-        "popularity": "counted on training events only",
+        "baselines": "counted on training events only",
     }
-    if data.store.has_time:
-        lines["decay_pop"] = f"0.9 ** (age in hours / {evaluation.decay_hours:g})"
+    if "decay_pop" in evaluation.baselines and data.store.has_time:
+        lines["decay_pop"] = _hours_line(config, data, "decay_pop", evaluation.decay_hours)
+    if "item_knn" in evaluation.baselines and data.store.has_time:
+        lines["item_knn"] = _hours_line(config, data, "item_knn", evaluation.knn_hours)
     return lines
+
+
+def _hours_line(config: Config, data, name: str, grid: tuple[float, ...]) -> str:
+    line = f"0.9 ** (age in hours / {chosen_hours(config, data, name):g})"
+    return line + (f", of {', '.join(f'{h:g}' for h in grid)} the best on validation" if len(grid) > 1 else "")
 
 
 def format_table(protocol: dict[str, Any], rows: Rows) -> str:

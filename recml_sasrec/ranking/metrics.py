@@ -1,20 +1,63 @@
 """Metrics of ranked lists, accumulated over batches of users in numpy.
 
-Three versions, because Yambda's published tables need theirs:
+Four versions, because Yambda's published tables need theirs. A ranked item is a hit if it is among the user's targets.
 
 * ``standard``: a user's targets are the set of its distinct target items; equals ``ranx``.
-* ``yambda_v1`` (the tables of arXiv 2505.22238) and ``yambda_v2`` (the benchmark's later code) count a user's target
-  rows, repeats included, in the denominators, while a ranked item is a hit if it is in the set.
+* ``v1`` (the tables of arXiv 2505.22238), ``v2`` (the benchmark's later code) and ``corrected`` count a user's target
+  rows, repeats included, in the denominators. Without repeats ``corrected`` equals ``standard``.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
-Version = Literal["standard", "yambda_v1", "yambda_v2"]
+Version = Literal["standard", "v1", "v2", "corrected"]
 NAMES = ("hr", "recall", "recall_capped", "precision", "ndcg", "mrr", "map", "coverage")
-YAMBDA_CLIP = 100  # yambda_v1's ideal list is as long as its ranked list
+YAMBDA_CLIP = 100  # v1's ideal list is as long as its ranked list
+
+
+def ranking_metrics(
+    recommended: np.ndarray,
+    targets: Sequence[np.ndarray],
+    ks: Sequence[int],
+    version: Version = "v1",
+    num_candidates: int | None = None,
+) -> dict[str, float]:
+    """Metrics of all users' lists at once; see ``RankingMetrics`` for what each is.
+
+    Args:
+        recommended: int [U, K], any ids from 0 on, best first, distinct in a row; -1: no item.
+        targets: for each user an int array of its target rows, repeats kept; an empty one: the user is not scored.
+        ks: list lengths.
+        version: "standard", "v1", "v2" or "corrected".
+        num_candidates: the items that could have been recommended; gives ``coverage@k`` its denominator.
+
+    Returns:
+        ``{"ndcg@10": ..., "recall@10": ..., "recall_capped@10": ..., "hit_rate@10": ..., ...}``, with ``coverage@10``
+        only where ``num_candidates`` is given.
+
+    Raises:
+        ValueError: ``recommended`` has not one row for each user, or a k or the version is not one.
+    """
+    recommended = np.asarray(recommended)
+    if recommended.ndim != 2 or len(recommended) != len(targets):
+        raise ValueError(
+            f"recommended is {recommended.shape} and there are {len(targets)} users' targets: give it a row for each"
+        )
+    rows = [np.asarray(row, np.int64) for row in targets]
+    values = np.concatenate([recommended.ravel(), *rows])
+    _, dense = np.unique(values, return_inverse=True)  # raw ids may be large and sparse
+    ranked = np.where(recommended >= 0, dense[: recommended.size].reshape(recommended.shape), -1)
+    metrics = RankingMetrics(ks, len(values), num_candidates or 0, version)
+    metrics.add(ranked, dense[recommended.size :], np.cumsum([0, *map(len, rows)]))
+    names = {"hr": "hit_rate"}
+    result = {}
+    for key, value in metrics.result().items():
+        name, _, k = key.partition("@")
+        if name != "coverage" or num_candidates is not None:
+            result[f"{names.get(name, name)}@{k}"] = value
+    return result
 
 
 class RankingMetrics:
@@ -31,8 +74,9 @@ class RankingMetrics:
     Every mean is over the users that have targets; a user without any is not scored. The versions differ so:
 
         standard    P = distinct targets; ndcg is the mean of the users' ratios
-        yambda_v1   P = target rows; ndcg = mean of DCG / mean of ideal DCG, where P is at most 100
-        yambda_v2   P = target rows; recall is recall_capped; its "ndcg" is in fact the hit rate
+        v1          P = target rows; ndcg = mean of DCG / mean of ideal DCG, where P is at most 100
+        v2          P = target rows; recall is recall_capped; its "ndcg" is in fact the hit rate
+        corrected   P = target rows; ndcg is the mean of the users' ratios
 
     ``map`` always divides by the distinct targets.
     """
@@ -41,8 +85,8 @@ class RankingMetrics:
         """``ks``: list lengths, each at least 1; ``num_items``: V; ``num_candidates``: items that can rank."""
         if not ks or min(ks) < 1:
             raise ValueError(f"ks is {tuple(ks)}: it needs at least one list length, each at least 1")
-        if version not in ("standard", "yambda_v1", "yambda_v2"):
-            raise ValueError(f"metric version {version!r} is unknown: standard, yambda_v1 or yambda_v2")
+        if version not in get_args(Version):
+            raise ValueError(f"metric version {version!r} is unknown; choose one of {', '.join(get_args(Version))}")
         self.ks = tuple(sorted(set(ks)))
         self.version = version
         self.num_candidates = num_candidates
@@ -97,9 +141,9 @@ class RankingMetrics:
         result = {}
         for k in self.ks:
             mean = {name: self.sums[f"{name}@{k}"] / max(self.users, 1) for name in NAMES[:-1]}
-            if self.version == "yambda_v1":
+            if self.version == "v1":
                 mean["ndcg"] = self.sums[f"dcg@{k}"] / self.sums[f"idcg@{k}"] if self.users else 0.0
-            elif self.version == "yambda_v2":
+            elif self.version == "v2":
                 mean["recall"], mean["ndcg"] = mean["recall_capped"], mean["hr"]
             mean["coverage"] = int(self.recommended[k].sum()) / max(self.num_candidates, 1)
             result.update({f"{name}@{k}": mean[name] for name in NAMES})

@@ -96,7 +96,7 @@ def test_same_seed_same_file_and_another_seed_another(tmp_path):
 
 
 def test_row_groups_stream_and_nothing_is_left_half_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "_GROUP_EVENTS", 100)
+    monkeypatch.setattr(synthetic, "GROUP_EVENTS", 100)
     config = SyntheticConfig(users=50, items=100, events_per_user=10)
     synthetic.write(config, str(tmp_path / "a.parquet"))
     assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recml_sasrec.ranking import baselines
-from recml_sasrec.ranking.baselines import decay_pop, most_pop, order_items, top_of_order
+from recml_sasrec.ranking.baselines import decay_pop, most_pop, order_items, random_lists, top_of_order
 
 
 def make_store(histories, times=None, num_items=6):
@@ -84,3 +84,23 @@ def test_lists_equal_a_full_sort_without_the_seen_items(k, masked):
         for got, expected in ((lists, [i for i in order if i not in left_out]), (unfiltered, order)):
             expected = [*expected, *[-1] * k][:k]
             np.testing.assert_array_equal(got[query], expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_random_lists_hold_unseen_candidates_and_depend_on_seed_and_user_alone(masked):
+    rng = np.random.default_rng(0)
+    candidates = np.flatnonzero(rng.random(20) < 0.6) if masked else None
+    allowed = set(range(20) if candidates is None else candidates.tolist())
+    seen = [np.flatnonzero(rng.random(20) < p) for p in (0, 0.3, 0.9, 1)]
+    values, offsets = np.concatenate(seen), np.cumsum([0, *map(len, seen)])
+    users = np.array([3, 8, 5, 1])
+    lists = random_lists(7, users, 6, 20, candidates, (values, offsets))
+    for row, left_out in zip(lists, seen, strict=True):
+        items = row[row >= 0].tolist()
+        assert len(items) == len(set(items)) == min(6, len(allowed - set(left_out)))
+        assert set(items) <= allowed - set(left_out)
+    again = random_lists(7, users[1:2], 6, 20, candidates, (seen[1], np.array([0, len(seen[1])])))
+    np.testing.assert_array_equal(again[0], lists[1])
+    many = random_lists(7, np.arange(50), 6, 20)
+    assert len({tuple(row) for row in many}) == 50
+    assert not np.array_equal(many, random_lists(8, np.arange(50), 6, 20))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recml_sasrec.config import Config
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import QueryBatch
-from recml_sasrec.ranking import evaluation
+from recml_sasrec.ranking import evaluation, item_knn
 from recml_sasrec.ranking.baselines import decay_pop, most_pop
 from recml_sasrec.ranking.metrics import RankingMetrics
 
@@ -26,7 +26,12 @@ class FakeData:
         items = rng.integers(0, 30, offsets[-1]).astype(np.int32)
         items[offsets[1:] - 1] = rng.integers(0, ITEMS, USERS)
         self.store = SimpleNamespace(
-            items=items, timestamps=np.arange(len(items)) * 500, offsets=offsets, num_items=ITEMS, has_time=has_time
+            items=items,
+            timestamps=np.arange(len(items)) * 500,
+            offsets=offsets,
+            num_users=USERS,
+            num_items=ITEMS,
+            has_time=has_time,
         )
         start, end = offsets[:-1], offsets[1:]
         train_end = np.where(end - start > 3, end - 3, end)
@@ -93,7 +98,7 @@ def brute_force(config, data, which, scores):
 
 @pytest.mark.parametrize("which", ["validation", "test"])
 @pytest.mark.parametrize("filter_seen", [False, True])
-@pytest.mark.parametrize(("candidates", "version"), [("all", "standard"), ("train", "yambda_v1")])
+@pytest.mark.parametrize(("candidates", "version"), [("all", "standard"), ("train", "v1")])
 def test_model_and_baselines_equal_sorting_every_item(which, filter_seen, candidates, version):
     config = make_config(filter_seen=filter_seen, candidates=candidates, metric_version=version)
     data = FakeData()
@@ -109,7 +114,7 @@ def test_model_and_baselines_equal_sorting_every_item(which, filter_seen, candid
     assert 0 < result["recall@10"] < 1
 
     rows = evaluation.evaluate_baselines(config, data, which)
-    decayed = decay_pop(data.store, data.split, config.evaluation.decay_hours)
+    decayed = decay_pop(data.store, data.split, 24)
     for name, scores in (("most_pop", most_pop(data.store, data.split)), ("decay_pop", decayed)):
         expected = brute_force(config, data, which, np.broadcast_to(scores, (USERS, ITEMS)))
         assert rows[name] == pytest.approx(expected, abs=1e-12)
@@ -140,6 +145,63 @@ def test_a_stop_request_ends_evaluation_between_batches():
 def test_a_table_of_another_catalogue_is_refused():
     with pytest.raises(ValueError, match="7 rows and the data 40 items"):
         evaluation.evaluate(make_config(), FakeData(), None, jnp.ones((7, 3)), None, "test")
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+@pytest.mark.parametrize("candidates", ["all", "train"])
+def test_item_knn_equals_cosines_of_a_dense_matrix(filter_seen, candidates, monkeypatch):
+    monkeypatch.setattr(item_knn, "SCORES", 3 * ITEMS)  # three users at a time
+    monkeypatch.setattr(item_knn, "BLOCK", 100)
+    monkeypatch.setattr(item_knn, "TILE", 7)
+    data = FakeData()
+    config = make_config(filter_seen=filter_seen, candidates=candidates, baselines=("item_knn",), knn_hours=(5.0,))
+    counts = np.zeros((USERS, ITEMS))
+    weights = np.zeros((USERS, ITEMS))
+    for u in range(USERS):
+        for e in range(data.split.train_start[u], data.split.train_end[u]):
+            counts[u, data.store.items[e]] += 1
+        end = data.split.test_history_end[u]
+        for e in range(data.split.train_start[u], end):
+            age = (data.store.timestamps[end - 1] - data.store.timestamps[e]) / 3600
+            weights[u, data.store.items[e]] += 0.9 ** (age / 5)
+    profiles = weights @ counts.T
+    scores = profiles @ counts / np.maximum(np.linalg.norm(counts, axis=0), 1)
+    expected = brute_force(config, data, "test", scores.astype(np.float32))
+    assert evaluation.evaluate_baselines(config, data, "test")["item_knn"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_item_knn_without_times_weighs_events_alike():
+    data, config = FakeData(has_time=False), make_config(baselines=("item_knn",), candidates="train")
+    counts = np.zeros((USERS, ITEMS))
+    for u in range(USERS):
+        np.add.at(counts[u], data.store.items[data.split.train_start[u] : data.split.train_end[u]], 1)
+    scores = counts @ counts.T @ counts / np.maximum(np.linalg.norm(counts, axis=0), 1)
+    expected = brute_force(config, data, "validation", scores.astype(np.float32))
+    assert evaluation.evaluate_baselines(config, data, "validation")["item_knn"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_random_baseline_hits_as_often_as_chance():
+    data, config = FakeData(), make_config(baselines=("random",), ks=(10,))
+    rows = []
+    for seed in range(200):
+        config.train.seed = seed
+        rows.append(evaluation.evaluate_baselines(config, data, "test")["random"]["recall@10"])
+    assert np.mean(rows) == pytest.approx(10 / ITEMS, abs=4 * np.std(rows) / 200**0.5)
+    assert evaluation.evaluate_baselines(config, data, "test")["random"]["recall@10"] == rows[-1]
+
+
+def test_hours_to_choose_from_need_a_validation_split():
+    data, config = FakeData(), make_config(decay_hours=(1.0, 2.0))
+    data.split.validation_end = data.split.validation_start
+    with pytest.raises(ConfigError, match=r"hours of decay_pop can't be chosen from \(1.0, 2.0\) without a validation"):
+        evaluation.evaluate_baselines(config, data, "test")
+
+
+def test_a_stop_request_ends_the_baselines_too():
+    polls = []
+    with pytest.raises(evaluation.Stopped):
+        evaluation.evaluate_baselines(make_config(), FakeData(), "test", lambda: polls.append(0) or len(polls) == 5)
+    assert len(polls) == 5  # in the second baseline: 23 users are four batches of the first
 
 
 def test_without_times_there_is_no_decay_pop():

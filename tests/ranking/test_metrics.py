@@ -73,14 +73,14 @@ def loops(ranked, targets, version, k, items):
     users = sum(bool(t) for t in targets)
     mean = {name: value / users for name, value in sums.items()}
     mean["coverage"] = len(shown) / items
-    if version == "yambda_v1":
+    if version == "v1":
         mean["ndcg"] = sums["dcg"] / sums["idcg"]
-    if version == "yambda_v2":
+    if version == "v2":
         mean["recall"], mean["ndcg"] = mean["recall_capped"], mean["hr"]
     return {f"{name}@{k}": mean[name] for name in NAMES}
 
 
-@pytest.mark.parametrize("version", ["standard", "yambda_v1", "yambda_v2"])
+@pytest.mark.parametrize("version", ["standard", "v1", "v2", "corrected"])
 @pytest.mark.parametrize("batch", [1, 7, 1000])
 def test_every_version_equals_its_definition_in_batches_of_any_size(version, batch):
     ranked, targets = random_case(repeats=True, seed=3)
@@ -95,7 +95,7 @@ def test_yambda_versions_by_hand():
     # User 0 wants item 7 three times and item 8 once; user 1 wants item 1, which it doesn't get.
     ranked, targets = [[7, 5], [2, 3]], [[7, 7, 7, 8], [1]]
     dcg, ideal = 1 / np.log2(2), 1 / np.log2(2) + 1 / np.log2(3)
-    standard, v1, v2 = (compute(ranked, targets, v, ks=(2,)) for v in ("standard", "yambda_v1", "yambda_v2"))
+    standard, v1, v2 = (compute(ranked, targets, v, ks=(2,)) for v in ("standard", "v1", "v2"))
     assert standard["recall@2"] == pytest.approx((1 / 2) / 2)
     assert standard["ndcg@2"] == pytest.approx((dcg / ideal) / 2)
     assert v1["recall@2"] == pytest.approx((1 / 4) / 2)  # four rows, not capped at k
@@ -105,9 +105,9 @@ def test_yambda_versions_by_hand():
     assert standard["coverage@2"] == pytest.approx(4 / 50)
 
 
-def test_yambda_v1_ideal_list_ends_at_100():
+def test_v1_ideal_list_ends_at_100():
     ranked, targets = [list(range(150))], [list(range(200))]
-    result = compute(ranked, targets, "yambda_v1", ks=(150,), items=200)
+    result = compute(ranked, targets, "v1", ks=(150,), items=200)
     discounts = 1 / np.log2(np.arange(2, 152))
     assert result["ndcg@150"] == pytest.approx(discounts.sum() / discounts[:100].sum())
     assert result["recall@150"] == pytest.approx(150 / 200)
@@ -120,7 +120,7 @@ def test_coverage_counts_against_the_candidates():
 
 
 def test_nobody_to_score_gives_zeros():
-    for version in ("standard", "yambda_v1", "yambda_v2"):
+    for version in ("standard", "v1", "v2", "corrected"):
         metrics = RankingMetrics((5,), 10, 10, version)
         metrics.add(np.zeros((1, 5), np.int32), np.zeros(0, np.int32), np.zeros(2, np.int64))
         assert set(metrics.result().values()) == {0.0}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recml_sasrec.ranking import topk
 from recml_sasrec.ranking.topk import top_k, top_k_jit
 
 
@@ -37,7 +38,8 @@ SHAPES = [
     (3, 37, 13, 7, 8, np.float32),  # a group larger than the tile
     (2, 53, 4, 5, 1, jnp.bfloat16),
     (3, 53, 5, 16, 3, np.float32),  # ragged groups and tiles
-    (2, 200, 30, 64, 8, np.float32),  # more k than groups in a tile
+    (2, 300, 30, 64, 8, np.float32),  # more k than groups in a tile
+    (2, 200, 30, 64, 8, np.float32),  # more k groups than items
     (2, 200, 4, 64, 64, jnp.bfloat16),
     (3, 200, 10, 1000, 4, np.float32),
 ]
@@ -80,6 +82,18 @@ def test_each_option_works_alone(option):
     scores = hidden @ table.T + options.get("bias", np.float32(0))
     expected = full_sort(scores, 12, options.get("exclude"), options.get("candidates"))
     assert_equal(top_k_jit(hidden, table, 12, tile=40, group=4, **options), expected)
+
+
+@pytest.mark.parametrize("sweep", [1, 2, 7])
+def test_selecting_between_tiles_loses_nothing(sweep, monkeypatch):
+    monkeypatch.setattr(topk, "SWEEP", sweep)  # 16 tiles: the last sweep of 7 reaches past the end
+    monkeypatch.setattr(topk, "RESCORED", 2)
+    rng = np.random.default_rng(sweep)
+    hidden, table = (rng.integers(-3, 4, (n, 2)).astype(np.float32) for n in (5, 1_000))
+    exclude = rng.integers(-1, 200, (5, 90)).astype(np.int32)  # dozens in one tile
+    exclude[1:, 30:] = -1  # and fewer of other queries
+    got = jax.jit(lambda h, e, x: top_k(h, e, 9, exclude=x, tile=64, group=4))(hidden, table, exclude)
+    assert_equal(got, full_sort(hidden @ table.T, 9, exclude))
 
 
 @pytest.mark.parametrize("tile", [32, 100, 1000])
