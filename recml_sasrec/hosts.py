@@ -26,6 +26,7 @@ from recml_sasrec.config import ConfigError
 log = logging.getLogger("recml_sasrec")
 T = TypeVar("T")
 
+_JOIN = 300.0  # seconds in which all processes must have started
 _GOODBYE = 10.0  # seconds that a failed process waits for the others to have failed too
 _LAST_WORDS = 2.0  # seconds in which the lifeline, which knows what process it was, ends this one instead
 # how the runtimes say that a peer does not answer
@@ -68,15 +69,19 @@ def initialise(coordinator: str = "", processes: int = 0, process: int = -1) -> 
         arguments |= {"num_processes": processes, "process_id": process}
     # its handler of SIGTERM would take the place of ours; see preemption.py for what is agreed instead
     jax.config.update("jax_enable_preemption_service", False)
+    who = f"process {process} of {processes} could not join the others at {coordinator}"
+    who = who if explicit else "this process could not join the others of its cluster"
+    remedy = "see that all were started and can reach process 0, or give --processes 1 to run this one alone"
+    late = threading.Timer(_JOIN, _give_up, (f"error: {who} within {_JOIN:.0f} seconds; {remedy}",))
+    late.daemon = True
+    late.start()
     try:
-        jax.distributed.initialize(**arguments)
+        jax.distributed.initialize(**arguments, initialization_timeout=int(_JOIN) + 10)
         index, count = jax.process_index(), jax.process_count()
     except Exception as error:
-        who = f"process {process} of {processes} could not join the others at {coordinator}"
-        raise ConfigError(
-            f"{who if explicit else 'the processes of this cluster could not be joined'} ({_reason(error)}); see that "
-            "all were started and can reach that address, or give --processes 1 to run one alone"
-        ) from error
+        raise ConfigError(f"{who} ({_reason(error)}); {remedy}") from error
+    finally:
+        late.cancel()
     if index:
         log.setLevel(logging.WARNING)
     host = coordinator.rpartition(":")[0].strip("[]") or socket.gethostname()
@@ -84,6 +89,11 @@ def initialise(coordinator: str = "", processes: int = 0, process: int = -1) -> 
     if index:
         lifeline.take(invitation, index)
     log.info("hosts: process %d of %d; %d of %d devices", index, count, jax.local_device_count(), jax.device_count())
+
+
+def _give_up(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+    os._exit(2)  # before JAX, which raises nothing then but aborts the process
 
 
 def _number(name: str, default: int) -> int:

@@ -184,7 +184,8 @@ class Run:
         params = checkpoints.restore_params(step, self.abstract_state.params)
         try:
             rows = {"sasrec": self.evaluate(params, which, stop)}
-            rows |= evaluation.evaluate_baselines(self.config, self.data, which, lambda: bool(stop))
+            asked = lambda: stop.poll(at_once=True)  # noqa: E731
+            rows |= evaluation.evaluate_baselines(self.config, self.data, which, asked)
         except evaluation.Stopped:
             raise Interrupted(f"{stop.requested}: training is complete; the same command evaluates it") from None
         protocol = evaluation.protocol(self.config, self.data, which) | {"checkpoint": f"step {step}"}

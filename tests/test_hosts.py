@@ -167,6 +167,13 @@ def test_processes_of_a_slurm_step_agree_on_errors_data_and_config(tmp_path):
         )
 
 
+def test_processes_that_do_not_come_are_named_in_one_sentence():
+    code = "from recml_sasrec import hosts; hosts._JOIN = 2.0; hosts.initialise('localhost:9', 2, 1)"
+    ((code, _, errors),) = finish([start(["-c", code], environment())])
+    assert code == 2 and errors.startswith("error: process 1 of 2 could not join the others at localhost:9 within 2 s")
+    assert errors.count("\n") == 1
+
+
 @pytest.fixture
 def no_cluster(monkeypatch):
     for name in list(os.environ):
