@@ -74,8 +74,10 @@ def expect_ends() -> None:
 def _follow(connection: socket.socket, process: int) -> None:
     """Waits for a leave, or for an end without one, which ends this process too."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; networks forget connections that are silent for minutes
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    # after 60 silent seconds, which networks may forget a connection for, six questions 10 seconds apart
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     _connections[process] = connection
     try:
         word = connection.recv(64).decode()
