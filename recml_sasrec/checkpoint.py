@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from recml_sasrec.hosts import HostLost
 from recml_sasrec.step import Params, TrainState
 
 # Orbax reports each step of a save at INFO and each failure with its traceback at ERROR, beside raising it
@@ -62,8 +63,10 @@ class Checkpoints:
                 self.wait()
         finally:
             # closing reports a failed save once more; the first report is the one that reaches the user
-            with contextlib.suppress(Exception):
-                self._checkpointer.close()
+            # and without the process it was shared with it can't end
+            if kind is not HostLost:
+                with contextlib.suppress(Exception):
+                    self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:

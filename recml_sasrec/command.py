@@ -1,6 +1,7 @@
 """What the command lines share: flags, overrides, logging and exit codes.
 
 Exit codes: 0 done · 2 bad input, config or environment, said in one sentence · 3 the loss stopped being finite ·
+4 another process of the run was lost: the same command goes on ·
 75 interrupted by SIGTERM or Ctrl-C with the state saved: the same command goes on.
 """
 
@@ -11,12 +12,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from recml_sasrec import files
 from recml_sasrec.config import ConfigError
+from recml_sasrec.lifeline import EXIT_LOST
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h
@@ -59,6 +62,13 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Any field of the config is a flag too: --config.optimizer.learning_rate=3e-4"
 
 
+def add_host_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes", "TPU slices and Slurm steps need none of these")
+    group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--processes", type=int, default=0, help="how many there are")
+    group.add_argument("--process", type=int, default=-1, help="the number of this one, from 0")
+
+
 def run(main: Callable[[], None]) -> int:
     """Calls ``main`` and turns what it raises into a sentence on stderr and an exit code."""
     signal.signal(signal.SIGINT, _quit)
@@ -69,24 +79,33 @@ def run(main: Callable[[], None]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("recml_sasrec").setLevel(logging.INFO)
     # imported here so that a mistyped flag is answered before JAX is loaded
+    from recml_sasrec import hosts
     from recml_sasrec.checkpoint import CheckpointError
     from recml_sasrec.data.events import DataError
     from recml_sasrec.memory import MemoryLimitError
     from recml_sasrec.meter import Diverged
     from recml_sasrec.preemption import Interrupted
 
+    code = 0
     try:
         main()
     except Interrupted as stop:
-        return _say(str(stop), EXIT_INTERRUPTED)
+        code = _say(str(stop), EXIT_INTERRUPTED)
     except Diverged as error:
-        return _say(f"error: {error}", EXIT_DIVERGED)
+        code = _say(f"error: {error}", EXIT_DIVERGED)
+    except hosts.HostLost as error:
+        code = _say(f"error: {error}", EXIT_LOST)
     except (ConfigError, DataError, MemoryLimitError, CheckpointError) as error:
-        return _say(f"error: {error}", EXIT_USER_ERROR)
+        code = _say(f"error: {error}", EXIT_USER_ERROR)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _say(f"error: {error.strerror or error}{where}; what was complete on disk is intact", EXIT_USER_ERROR)
-    return 0
+        code = _say(f"error: {error.strerror or error}{where}; what was complete on disk is intact", EXIT_USER_ERROR)
+    except Exception:
+        if hosts.count() == 1:
+            raise
+        traceback.print_exc()
+        code = 1
+    return hosts.leave(code, wait=code not in (1, EXIT_LOST))
 
 
 def _quit(number: int, frame: FrameType | None) -> None:

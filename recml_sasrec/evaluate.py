@@ -19,18 +19,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", help="JSON file to write; by default the run's own, unless other terms were asked for"
     )
+    command.add_host_flags(parser)
     parser.epilog = (
         "Fields such as --config.evaluation.filter_seen=true or --config.data.path=FILE replace those of the run."
     )
 
     def evaluate() -> None:
         flags, overrides = command.parse(parser, argv)
+        from recml_sasrec import hosts
+
+        hosts.initialise(flags.coordinator, flags.processes, flags.process)
         workdir = pathlib.Path(flags.workdir)
         output = pathlib.Path(flags.output) if flags.output else None
         if output is None and not overrides and flags.checkpoint == "best":
             output = workdir / ("evaluation.json" if flags.split == "test" else "evaluation_validation.json")
         evaluate_run(workdir, flags.split, flags.checkpoint, overrides, output)
-        print(f"\nwritten to {output}" if output else "\nnot written: name a file with --output")
+        if hosts.is_first():
+            print(f"\nwritten to {output}" if output else "\nnot written: name a file with --output")
 
     return command.run(evaluate)
 
@@ -42,9 +47,8 @@ def evaluate_run(
     overrides: Sequence[str],
     output: pathlib.Path | None,
 ) -> None:
-    from recml_sasrec import run_folder
+    from recml_sasrec import hosts, run_folder
     from recml_sasrec.checkpoint import Checkpoints
-    from recml_sasrec.data.loader import open_data
     from recml_sasrec.preemption import StopRequest
     from recml_sasrec.run import Run
 
@@ -58,18 +62,19 @@ def evaluate_run(
             )
         set_field(config, name, value)
     validate(config)
-    data = open_data(config)
+    data = run_folder.open_together(config)
     difference = run_folder.data_difference(marks, data.store)
     if difference and difference.startswith("items"):
         raise ConfigError(
             f"{workdir} was trained on other {difference}; name the file it was trained on with --config.data.path=FILE"
         )
-    if difference:
+    if difference and hosts.is_first():
         print(f"note: {workdir} was trained on other {difference}")
     run = Run(config, data)
     with (
         StopRequest() as stop,
         Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints,
+        hosts.watched(),
     ):
         step = checkpoints.find(checkpoint)
         run.final_evaluation(output, checkpoints, stop, which, step)

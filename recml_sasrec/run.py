@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from recml_sasrec import memory, optim, sharding
+from recml_sasrec import hosts, memory, optim, sharding
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config
 from recml_sasrec.data.batch import Batch
@@ -76,11 +76,13 @@ class Run:
         )
 
     def batches(self, start_step: int) -> Generator[Batch, None, None]:
-        """Batches on the devices, from a step on; close it when done."""
-        batches = self.data.train_batches(self.config, start_step)
+        """Batches on the devices, from a step on; a process reads the rows of its own. Close it when done."""
+        rows, B = self.layout.rows, self.config.train.batch_size
+        batches = self.data.train_batches(self.config, start_step, sharding.block_of_process(rows, B))
+        put = lambda x: jax.make_array_from_process_local_data(rows, x, (B, *x.shape[1:]))  # noqa: E731
         try:
             for batch in batches:
-                yield jax.device_put(batch, self.layout.rows)
+                yield jax.device_put(batch, rows) if hosts.count() == 1 else jax.tree.map(put, batch)
         finally:
             batches.close()
 
@@ -164,7 +166,7 @@ class Run:
             params["item_table"],
             params.get("item_bias"),
             which,
-            should_stop=lambda: bool(stop),
+            should_stop=lambda: stop.poll(at_once=True),
             top_k=self._top_k,
         )
 
@@ -182,11 +184,13 @@ class Run:
         params = checkpoints.restore_params(step, self.abstract_state.params)
         try:
             rows = {"sasrec": self.evaluate(params, which, stop)}
-            rows |= evaluation.evaluate_baselines(self.config, self.data, which, lambda: bool(stop))
+            asked = lambda: stop.poll(at_once=True)  # noqa: E731
+            rows |= evaluation.evaluate_baselines(self.config, self.data, which, asked)
         except evaluation.Stopped:
             raise Interrupted(f"{stop.requested}: training is complete; the same command evaluates it") from None
         protocol = evaluation.protocol(self.config, self.data, which) | {"checkpoint": f"step {step}"}
-        print(evaluation.format_table(protocol, rows), flush=True)
-        if output is not None:
+        if hosts.is_first():
+            print(evaluation.format_table(protocol, rows), flush=True)
+        if output is not None and hosts.is_first():
             evaluation.write_evaluation(output, protocol, rows)
         return rows

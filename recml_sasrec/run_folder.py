@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from recml_sasrec import config as configs
-from recml_sasrec import config_file
+from recml_sasrec import config_file, hosts
 from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.data.loader import Data, open_data
 from recml_sasrec.data.store import Store
 from recml_sasrec.files import write_atomically
 
@@ -31,13 +32,46 @@ CHANGEABLE = (
 )
 
 
+def open_together(config: Config) -> Data:
+    """The data of a configuration in all processes of a run, after checking that they have the same of both.
+
+    Raises:
+        ConfigError, DataError: they don't, or whatever is wrong with the source or the split.
+    """
+    names = [name for name in configs.field_names(config) if not name.startswith(("data.path", "data.cache"))]
+    hosts.check_same({f"config.{name}": configs.get_field(config, name) for name in names})
+    data = hosts.together(lambda: open_data(config), waiting_for="it reads the data")
+    if hosts.count() > 1:
+        marks = data_marks(data.store)
+        hosts.check_same({"the catalogue of items": marks["vocabulary"], "the log of events": marks["events"]})
+    return data
+
+
 @contextlib.contextmanager
 def claimed(workdir: pathlib.Path) -> Iterator[None]:
     """Holds the folder, made where it lacks, against a second trainer; one that stays empty is removed again.
 
+    Of several processes of a run the first one holds it for all.
+
     Raises:
-        ConfigError: it is not a folder or another process trains in it.
+        ConfigError: it is not a folder, another run trains in it, or not all processes see it.
     """
+    with contextlib.ExitStack() as stack:
+        hosts.together(lambda: stack.enter_context(_locked(workdir)) if hosts.is_first() else None)
+        hosts.together(lambda: _check_shared(workdir))
+        yield
+
+
+def _check_shared(workdir: pathlib.Path) -> None:
+    if not (workdir / ".lock").exists():
+        raise ConfigError(
+            f"--workdir {workdir} is not the folder that process 0 has by that name; name one on a file system that "
+            "all hosts share"
+        )
+
+
+@contextlib.contextmanager
+def _locked(workdir: pathlib.Path) -> Iterator[None]:
     new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)

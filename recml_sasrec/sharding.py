@@ -110,6 +110,15 @@ def make_layout(config: Config, num_items: int, topology: Sequence[jax.Device] |
     return Layout(mesh, num_items, placement)
 
 
+def block_of_process(sharding: NamedSharding, rows: int) -> tuple[int, int]:
+    """(index, count): of ``rows`` cut into ``count`` equal blocks, the one on this process's devices; else all."""
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    parts = sorted({index[0].indices(rows)[:2] for index in indices if index is not None})
+    size = sum(end - start for start, end in parts)
+    whole = parts[-1][1] - parts[0][0] == size and rows % size == 0 and parts[0][0] % size == 0
+    return (parts[0][0] // size, rows // size) if whole else (0, 1)
+
+
 def _prefers_shards(num_items: int, tokens: int) -> bool:
     """Whether splitting the table moves fewer bytes a step than reducing its gradient over copies of it.
 

@@ -11,6 +11,7 @@ from recml_sasrec.config_file import load_config
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recml_sasrec.train", description=__doc__)
     command.add_config_flag(parser)
+    command.add_host_flags(parser)
     parser.add_argument(
         "--workdir", required=True, help="folder of the run; one that holds a run of this config resumes it"
     )
@@ -18,8 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def train() -> None:
         flags, overrides = command.parse(parser, argv)
         config = load_config(flags.config, overrides)
-        from recml_sasrec import trainer
+        from recml_sasrec import hosts, trainer
 
+        hosts.initialise(flags.coordinator, flags.processes, flags.process)
         trainer.train(config, flags.workdir)
 
     return command.run(train)

@@ -14,10 +14,9 @@ import pathlib
 import jax
 
 from recml_sasrec import config as configs
-from recml_sasrec import config_file, run_folder
+from recml_sasrec import config_file, hosts, run_folder
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
-from recml_sasrec.data.loader import open_data
 from recml_sasrec.meter import Meter
 from recml_sasrec.preemption import Interrupted, StopRequest
 from recml_sasrec.ranking.evaluation import Rows
@@ -45,12 +44,14 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
     """
     configs.validate(config)
     workdir = pathlib.Path(workdir)
-    data = open_data(config)
+    data = run_folder.open_together(config)
     run = Run(config, data)
     log.info("%s", run.overview())
     with run_folder.claimed(workdir):
-        run_folder.check(workdir, config, data.store)
-        with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints:
+        hosts.together(lambda: run_folder.check(workdir, config, data.store))
+        saved = Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric)
+        with saved as checkpoints, hosts.watched():
+            stop = StopRequest()
             progress = run.restore_progress(checkpoints)
             if progress.step > config.train.steps:
                 raise ConfigError(
@@ -59,12 +60,13 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
                 )
             if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
                 train_step = run.compile_step()  # says what it needs before the state takes its memory
-                run_folder.adopt(workdir, config, data.store)
+                if hosts.is_first():
+                    run_folder.adopt(workdir, config, data.store)
                 state = run.restore_state(checkpoints)
-                with RunLog(workdir, progress.step, config.train.steps) as run_log, StopRequest() as stop:
+                with RunLog(workdir, progress.step, config.train.steps, hosts.is_first()) as run_log, stop:
                     fit(run, train_step, state, progress, checkpoints, run_log, stop)
             checkpoints.wait()
-            with StopRequest() as stop:
+            with stop:
                 return run.final_evaluation(workdir / "evaluation.json", checkpoints, stop)
 
 
@@ -94,6 +96,7 @@ def fit(
             progress.step = step = progress.step + 1
             meter.flush(checkpoints)
             done = step == config.train.steps
+            stop.poll()
             if step % config.train.log_every == 0 or done:
                 state = meter.take(state, step)
             validate = bool(every) and (step % every == 0 or done)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -24,17 +25,21 @@ class RunLog:
         workdir: the run's folder.
         start: steps already done.
         total: steps of the whole run.
+        writes: false in processes that leave it to the first one.
     """
 
-    def __init__(self, workdir: pathlib.Path, start: int, total: int):
+    def __init__(self, workdir: pathlib.Path, start: int, total: int, writes: bool = True):
         from tensorboardX import SummaryWriter
 
-        self.total = total
-        path = workdir / "metrics.jsonl"
-        drop_rows_after(path, start)
+        self.total, self._writes = total, writes
+        path = workdir / "metrics.jsonl" if writes else pathlib.Path(os.devnull)
+        if writes:
+            drop_rows_after(path, start)
         self._file = path.open("a")
-        self._tensorboard = SummaryWriter(str(workdir), purge_step=start + 1 if start else None)
-        self._bar = tqdm(total=total, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        purge = start + 1 if start else None
+        self._tensorboard = SummaryWriter(str(workdir), purge_step=purge, write_to_disk=writes)
+        bar = writes and sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=start, unit="step", disable=not bar, dynamic_ncols=True)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -60,6 +65,8 @@ class RunLog:
 
     def progress(self, step: int, row: Row) -> None:
         """Shows a training row on the console."""
+        if not self._writes:
+            return
         shown = {
             "loss": f"{row['loss']:.4f}",
             "precision": f"{row['precision']:.4f}",
@@ -78,7 +85,8 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """A line on the console that leaves the progress bar whole."""
-        tqdm.write(line)
+        if self._writes:
+            tqdm.write(line)
         sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
 """A run small enough for a test, in this process or in a child that the test kills.
 
-As a module: python -m tests.tiny CACHE WORKDIR [POINT=N], see ``_install`` for the points.
+As a module: python -m tests.tiny CACHE WORKDIR [POINT=N] [config.FIELD=VALUE], see ``_install`` for the points.
 """
 
 import hashlib
@@ -93,11 +93,20 @@ def _install(points: dict[str, int], workdir: pathlib.Path) -> None:
 
 def main() -> int:
     cache, workdir, *words = sys.argv[1:]
-    points = {name: int(value) for name, value in (word.split("=") for word in words)}
-    from recml_sasrec import command, trainer
+    overrides = [word for word in words if word.startswith("config.")]
+    points = {name: int(value) for name, value in (word.split("=") for word in words if word not in overrides)}
+    from recml_sasrec import command, hosts, trainer
+    from recml_sasrec.config_file import set_field
+
+    def train() -> None:
+        hosts.initialise()
+        config = tiny_config(cache)
+        for override in overrides:
+            set_field(config, *override.removeprefix("config.").split("="))
+        trainer.train(config, workdir)
 
     _install(points, pathlib.Path(workdir))
-    return command.run(lambda: trainer.train(tiny_config(cache), workdir) and None)
+    return command.run(train)
 
 
 if __name__ == "__main__":
