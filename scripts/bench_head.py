@@ -160,7 +160,7 @@ def three_sweep(h_TD, table_VD, targets_TL, bias_V, weight_T, tile):
     import jax.numpy as jnp
 
     from recml_sasrec.heads import cut_bce
-    from recml_sasrec.heads.cut import positive_set
+    from recml_sasrec.heads.arguments import positive_set
 
     loss, counts = cut_bce(h_TD, table_VD, targets_TL, bias_V, weight_T, tile=tile)
     weight_T = weight_T / weight_T.sum()
@@ -205,7 +205,7 @@ def dense_sparse(h_TD, table_VD, targets_TL, bias_V, weight_T):
     import jax.numpy as jnp
 
     from recml_sasrec.heads import counts
-    from recml_sasrec.heads.cut import positive_set
+    from recml_sasrec.heads.arguments import positive_set
 
     ids_TL, mask_TL = positive_set(targets_TL, table_VD.shape[0])
     z_TV = jnp.einsum("td,vd->tv", h_TD, table_VD, preferred_element_type=jnp.float32) + bias_V

@@ -14,7 +14,7 @@ from recml_sasrec.config import SyntheticConfig
 from recml_sasrec.config_file import load_config
 from recml_sasrec.data import synthetic
 from recml_sasrec.data.loader import open_data
-from recml_sasrec.heads.cut import positive_set
+from recml_sasrec.heads.arguments import positive_set
 from recml_sasrec.heads.sampled import draw_negatives
 from recml_sasrec.model import abstract
 from recml_sasrec.step import head_loss, make_model

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads import ranks
-from recml_sasrec.heads.cut import (
+from recml_sasrec.heads.arguments import (
     Reduction,
     as_arrays,
     check_shapes,

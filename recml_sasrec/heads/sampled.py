@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
+from recml_sasrec.heads.arguments import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
 from recml_sasrec.heads.counts import Counts
-from recml_sasrec.heads.cut import Reduction, as_arrays, check_shapes, flatten, normaliser, positive_set
 from recml_sasrec.heads.placement import Placement, lookup
 
 

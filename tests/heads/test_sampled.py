@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recml_sasrec.heads import sampled_bce
-from recml_sasrec.heads.cut import positive_set
+from recml_sasrec.heads.arguments import positive_set
 from recml_sasrec.heads.sampled import draw_negatives
 from tests.heads.reference import problem
 
