@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from recml_sasrec.heads import counts as counting
-from recml_sasrec.heads import cut
+from recml_sasrec.heads import arguments, cut
 
 _EPSILON = 1e-8  # RecML's, in the denominator
 
@@ -53,12 +53,12 @@ def cut_binary_cross_entropy(
       ValueError: shapes that do not fit each other.
     """
     del block_n, mesh, act_spec, emb_spec
-    activations, embeddings, targets, weights = cut.as_arrays(activations, embeddings, targets, weights)
+    activations, embeddings, targets, weights = arguments.as_arrays(activations, embeddings, targets, weights)
     positions, items = activations.shape[:-1], embeddings.shape[0]
     targets = jnp.broadcast_to(targets, (*positions, targets.shape[-1]))
-    reduction: cut.Reduction = "none" if return_per_target_losses else "sum"
-    cut.check_shapes(activations, embeddings, targets, None, weights, reduction)
-    h_TD, targets_TL, weight_T = cut.flatten(activations, targets, weights, 1.0)
+    reduction: arguments.Reduction = "none" if return_per_target_losses else "sum"
+    arguments.check_shapes(activations, embeddings, targets, None, weights, reduction)
+    h_TD, targets_TL, weight_T = arguments.flatten(activations, targets, weights, 1.0)
     options = cut.Options(
         positive_weight=1.0,
         threshold=0.0 if return_metrics else None,
