@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads import arguments, cut
+from recml_sasrec.heads import counts as counting
 
 _EPSILON = 1e-8  # RecML's, in the denominator
 
