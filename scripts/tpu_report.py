@@ -25,6 +25,7 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 SLOTS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 ITEMS = 876_939  # Yambda-50M
 LOGITS = 2**20
+TARGETS = 8  # slots a token
 
 
 def case(tokens, width, dtype="bfloat16", items=ITEMS, bias=False, what="sweep", schedule=False):
@@ -113,14 +114,16 @@ def compile_case(mesh, c: dict) -> dict:
 
     h, table = spec((c["tokens"], c["width"]), c["dtype"]), spec((c["items"], c["width"]), c["dtype"])
     bias = spec((c["items"],), "float32") if c["bias"] else None
-    weights, targets = spec((c["tokens"],), "float32"), spec((c["tokens"], 8), "int32")
+    weights, targets = spec((c["tokens"],), "float32"), spec((c["tokens"], TARGETS), "int32")
     plan = cut_tpu.plan_for(h, table)
     fn, arguments = program(c["what"], plan), (h, table, bias, weights, targets)
     compiled = jax.jit(fn, keep_unused=False).lower(*arguments).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     arrays = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)]
-    flops = matmul_flops(jax.make_jaxpr(lambda *a: cut_tpu.kernel_call(plan, *a))(h, table, bias, weights).jaxpr)
+    flops = update_flops(c, plan) + matmul_flops(
+        jax.make_jaxpr(lambda *a: cut_tpu.kernel_call(plan, *a))(h, table, bias, weights).jaxpr
+    )
     return {
         "plan": str(plan),
         "dh": plan.dh,
@@ -146,6 +149,19 @@ def program(what: str, plan):
         )
     loss = lambda h, table, bias, weights, targets: cut_bce(h, table, targets, bias, weights)  # noqa: E731
     return lambda *arguments: jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arguments)
+
+
+def update_flops(c: dict, plan) -> int:
+    """Of the products that add the targets' updates to a bfloat16 gradient: those of targets spread over all items.
+
+    A tile of the items takes the chunks that hold its updates, at their ends shared with its neighbours.
+    """
+    from recml_sasrec.heads.cut_tpu_kernel import UPDATES
+
+    if c["what"] != "head" or c["dtype"] != "bfloat16" or plan.blocks > 1:
+        return 0
+    chunks = -(-c["items"] // plan.items) + -(-c["tokens"] * TARGETS // UPDATES)
+    return 2 * chunks * plan.items * 2 * UPDATES * c["width"]
 
 
 def matmul_flops(jaxpr) -> int:
