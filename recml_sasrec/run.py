@@ -14,7 +14,7 @@ import numpy as np
 
 from recml_sasrec import hosts, memory, optim, sharding
 from recml_sasrec.checkpoint import Checkpoints
-from recml_sasrec.config import Config
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.data.loader import Data
 from recml_sasrec.preemption import Interrupted, StopRequest
@@ -113,7 +113,21 @@ class Run:
     def restore_progress(self, checkpoints: Checkpoints) -> Progress:
         """That of the newest checkpoint, or of a run that has not begun."""
         step = checkpoints.latest
-        return Progress() if step is None else Progress(**checkpoints.info(step)["progress"])
+        return Progress() if step is None else Progress(**self.info_of(checkpoints, step)["progress"])
+
+    def info_of(self, checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+        """What a checkpoint says of its run.
+
+        Raises:
+            ConfigError: it is of other items; a restore would cut its table to this one's rows.
+        """
+        info = checkpoints.info(step)
+        if info["vocabulary"] != self.data.store.vocabulary:
+            raise ConfigError(
+                f"the checkpoint of step {step} in {checkpoints.directory} is of other items than this data's "
+                f"{self.data.store.num_items:,}; give the data it was trained on or use another --workdir"
+            )
+        return info
 
     def restore_state(self, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint's state, or a fresh one."""
@@ -181,6 +195,7 @@ class Run:
         """Evaluates a checkpoint (the best one unless told) beside the baselines; prints the table and writes it."""
         step = checkpoints.best if step is None else step
         assert step is not None
+        self.info_of(checkpoints, step)
         params = checkpoints.restore_params(step, self.abstract_state.params)
         try:
             rows = {"sasrec": self.evaluate(params, which, stop)}

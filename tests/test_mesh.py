@@ -70,15 +70,16 @@ def test_the_compiled_step_never_gathers_the_table(runs, mesh):
     assert not [shape for shape in runs[mesh]["gathered"] if rows in shape.split(",")]
 
 
-@pytest.mark.parametrize("gather", ["hidden", "table"])
+@pytest.mark.parametrize("gather", ["hidden", "table", "data"])  # data: a mesh of two groups
 @pytest.mark.parametrize("tokens", [("data", "items"), ("data",), ()])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_head_on_a_padded_table_in_shards_gives_the_numbers_by_definition(gather, tokens, bias):
     hidden, table, targets, bias_V, weights = problem(3, tokens=6, items=13, width=4)
     bias_V = bias_V if bias else None
     exact = reference(hidden, table, targets, bias_V, weights)
-    mesh = jax.make_mesh((1, 2), ("data", "items"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placement = heads.Placement(mesh, tokens, gather)
+    shape = (2, 1) if gather == "data" else (1, 2)
+    mesh = jax.make_mesh(shape, ("data", "items"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    placement = heads.Placement(mesh, tokens, "hidden" if gather == "data" else gather)
     padded = np.concatenate([table, 99 * np.ones((1, 4), np.float32)])
     padded_bias = np.append(bias_V, np.float32(9)) if bias else None
 

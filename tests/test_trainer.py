@@ -17,6 +17,7 @@ from recml_sasrec import memory, run_folder, trainer
 from recml_sasrec.checkpoint import CheckpointError, Checkpoints
 from recml_sasrec.config import ConfigError
 from recml_sasrec.data.events import DataError
+from recml_sasrec.data.loader import open_data
 from recml_sasrec.meter import Diverged
 from recml_sasrec.preemption import Interrupted
 from recml_sasrec.run import Run
@@ -230,6 +231,14 @@ def test_a_workdir_of_other_items_or_events_is_refused_but_a_moved_file_is_not(t
     write(tmp_path / "events.txt", [1, 2, 3, 4, 6])
     with pytest.raises(ConfigError, match="other items"):
         trainer.train(config, tmp_path / "run")
+    # the checkpoints say so too, where somebody moved them into another run's folder
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copytree(tmp_path / "run" / "checkpoints", other / "checkpoints")
+    data = open_data(config)
+    run_folder.adopt(other, config, data.store)
+    with pytest.raises(ConfigError, match=r"checkpoint of step 4 .* is of other items than this data's 5"):
+        trainer.train(config, other)
     write(tmp_path / "events.txt", [1, 2, 3, 5, 4])
     with pytest.raises(ConfigError, match="other events"):
         trainer.train(config, tmp_path / "run")

@@ -37,7 +37,7 @@ def without_padding(targets, bias, rows: int, num_items: int | None):
         raise ValueError(f"num_items must be 1 to {rows}, the rows of the table, got {num_items}")
     bias = jnp.zeros(rows) if bias is None else bias.astype(jnp.float32)
     bias = jnp.where(jnp.arange(rows) < num_items, bias, _NO_ITEM)
-    return jnp.where(targets < num_items, targets, -1), bias, num_items
+    return jnp.where(targets.astype(jnp.int32) < num_items, targets, -1), bias, num_items
 
 
 def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -45,7 +45,7 @@ def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array
     h_TD = hidden.reshape(-1, hidden.shape[-1])
     if not (isinstance(temperature, int | float) and temperature == 1):
         h_TD = (h_TD.astype(jnp.float32) / temperature).astype(h_TD.dtype)
-    targets_TL = targets.reshape(h_TD.shape[0], -1)
+    targets_TL = targets.astype(jnp.int32).reshape(h_TD.shape[0], -1)
     weight_T = jnp.ones(h_TD.shape[0]) if weights is None else weights.reshape(-1).astype(jnp.float32)
     return h_TD, targets_TL, weight_T
 

@@ -30,8 +30,9 @@ dtypes of the cotangents are this module's. An implementation is a module with t
     above_T    [T]     int32: number of v with z_tv > threshold; None if threshold is None
     better_T   [T]     int32: number of v with z_tv > reference_t
     dh_TD      [T, D]  float32: w_t sum_v sigmoid(z_tv) E_v
-    dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t, and where positives are given slope_tl h_t at the rows
-                       ids_tl; of bfloat16 arguments it is then rounded to bfloat16, once
+    dtable_VD  [V, D]  float32: sum_t w_t sigmoid(z_tv) h_t, and where positives are given slope_tl w_t h_t at the rows
+                       ids_tl; of bfloat16 arguments it is then rounded to bfloat16, once. Both sums take the same
+                       w_t h_t, rounded to h's dtype: they may nearly cancel
     dbias_V    [V]     float32: sum_t w_t sigmoid(z_tv); None if bias_V is None
 
 Any T, V, D >= 1. Logits are float32 (``preferred_element_type``) with the matmul precision of
@@ -45,6 +46,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
 from recml_sasrec.heads import counts as counting
 from recml_sasrec.heads import cut_tpu, cut_xla, ranks, rows
@@ -231,18 +233,17 @@ def _sweep_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options)
     """(_Sums, (dh, dtable, dbias)) of a shard of the table."""
     sparse = _sparse(h_TD, table_VD, bias_V, targets_TL, options.positive_weight)
     reference_T = _reference(sparse, h_TD, bias_V, options)
-    slope_TL = sparse.slope_TL * weight_T[:, None]
-    exact_TL = slope_TL
+    slope_TL = sparse.slope_TL
     if h_TD.dtype != jnp.float32:
         # The products take sigmoids of few bits. What those lack would be all there is where a target's is near 1.
         s_TL = jax.nn.sigmoid(sparse.logits_TL)
-        slope_TL += jnp.where(sparse.mask_TL, s_TL - _rounded(s_TL, h_TD.dtype), 0) * weight_T[:, None]
+        slope_TL += jnp.where(sparse.mask_TL, s_TL - _rounded(s_TL, h_TD.dtype), 0)
     positives = sparse.ids_TL, slope_TL
     results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T, positives)
     loss_T, above_T, dh_TD, dtable_VD, dbias_V, *better = results
-    dh_TD += (slope_TL[..., None] * sparse.rows_TLD.astype(jnp.float32)).sum(1)
+    dh_TD += weight_T[:, None] * (slope_TL[..., None] * sparse.rows_TLD.astype(jnp.float32)).sum(1)
     if bias_V is not None:
-        dbias_V = dbias_V.at[sparse.ids_TL].add(exact_TL, mode="drop")
+        dbias_V = dbias_V.at[sparse.ids_TL].add(sparse.slope_TL * weight_T[:, None], mode="drop")
     return _sums(sparse, loss_T, above_T, better, options), (dh_TD, dtable_VD, dbias_V)
 
 
@@ -328,9 +329,10 @@ def _dispatch(name: str, options: Options, h_TD, table_VD, *others):
     """Runs ``sweep`` or ``forward_sweep`` of the implementation for the platform being lowered for."""
     keywords = {"threshold": options.threshold, "tile": options.tile, "with_loss": options.loss}
     arguments = (h_TD, table_VD, *others)
-    xla = functools.partial(getattr(cut_xla, name), **keywords)
-    wide = cut_xla.default_tile(h_TD.shape[0], cut_xla.GPU_LOGITS)
-    gpu = xla if options.tile else functools.partial(xla, tile=wide)
+    # One batch after the other under vmap, as the kernel does: XLA's CPU backend has no batched bfloat16 product.
+    sweep = functools.partial(getattr(cut_xla, name), **keywords)
+    xla, wide = sequential_vmap(sweep), cut_xla.default_tile(h_TD.shape[0], cut_xla.GPU_LOGITS)
+    gpu = xla if options.tile else sequential_vmap(functools.partial(sweep, tile=wide))
     # jax.devices() would mislead a compilation for another platform than the host's.
     platforms = {"cuda": gpu, "rocm": gpu, "default": xla}
     if options.implementation == "xla":

@@ -16,7 +16,7 @@ from jax.interpreters import batching, mlir
 from recml_sasrec.heads import tiles
 from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, UPDATES, Spec, kernel
 from recml_sasrec.heads.cut_tpu_tile import LANES, ROWS
-from recml_sasrec.heads.rows import add_positives
+from recml_sasrec.heads.rows import add_positives, weighted
 
 
 def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
@@ -55,10 +55,10 @@ def sweep(
     """
     plan = plan or plan_for(h_TD, table_VD, tile=tile, ranks=reference_T is not None)
     spec = _spec(plan, table_VD, threshold, with_loss, True, bias_V)._replace(reference=reference_T is not None)
-    updates = _sorted_updates(spec, h_TD, positives) if spec.rounded else ()
+    updates = _sorted_updates(spec, weighted(h_TD, weight_T), positives) if spec.rounded else ()
     loss_T, above_T, dh_TD, dtable_VD, *others = _run(spec, h_TD, table_VD, bias_V, weight_T, reference_T, *updates)
     if positives is not None and not spec.rounded:
-        dtable_VD = add_positives(dtable_VD, h_TD, *positives)
+        dtable_VD = add_positives(dtable_VD, weighted(h_TD, weight_T), *positives)
     results = loss_T, above_T, dh_TD, dtable_VD, *others
     return results if spec.reference else results[:5]
 
@@ -166,24 +166,27 @@ batching.primitive_batchers[_sweep_p] = _batch
 mlir.register_lowering(_sweep_p, mlir.lower_fun(_traced, multiple_results=True))
 
 
-def _sorted_updates(spec, h_TD, positives):
+def _sorted_updates(spec, weighted_TD, positives):
     """What the positives add to rows of the table, by id: starts of the tiles, and chunks of int32 ids and of rows.
 
     A row is two of bfloat16, the second what the first lacks, so a chunk has its ids twice. Padding has the id V and
     adds nothing. There is a chunk too much, which a tile without updates may read.
     """
     items = spec.items
-    ids_TL, slope_TL = positives or (jnp.zeros((h_TD.shape[0], 0), jnp.int32), jnp.zeros((h_TD.shape[0], 0)))
+    ids_TL, slope_TL = positives or (
+        jnp.zeros((weighted_TD.shape[0], 0), jnp.int32),
+        jnp.zeros((weighted_TD.shape[0], 0)),
+    )
     size, slots = ids_TL.size, max(ids_TL.shape[1], 1)
     padding = (0, UPDATES - size % UPDATES)
     ids_R = jnp.pad(ids_TL.reshape(-1), padding, constant_values=items)
     order_R = jnp.argsort(ids_R)
     ids_R = ids_R[order_R]
     slope_R = jnp.pad(slope_TL.reshape(-1), padding)[order_R]
-    tokens_R = jnp.minimum(order_R // slots, h_TD.shape[0] - 1)
-    updates_RD = slope_R[:, None] * h_TD[tokens_R].astype(jnp.float32)
+    tokens_R = jnp.minimum(order_R // slots, weighted_TD.shape[0] - 1)
+    updates_RD = slope_R[:, None] * weighted_TD[tokens_R].astype(jnp.float32)
     first_RD = lax.reduce_precision(updates_RD, exponent_bits=8, mantissa_bits=7)
-    halves = [x.astype(h_TD.dtype).reshape(-1, UPDATES, spec.width) for x in (first_RD, updates_RD - first_RD)]
+    halves = [x.astype(weighted_TD.dtype).reshape(-1, UPDATES, spec.width) for x in (first_RD, updates_RD - first_RD)]
     bounds = jnp.minimum(jnp.arange(spec.tiles + 1) * spec.plan.items, items)
     starts = jnp.searchsorted(ids_R, bounds).astype(jnp.int32)
     ids = ids_R.reshape(-1, 1, UPDATES)

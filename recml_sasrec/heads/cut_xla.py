@@ -23,7 +23,7 @@ def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, positives=None, *,
     """Loss, counts and gradients of the background from one pass over the logits."""
     tokens, items = h_TD.shape[0], table_VD.shape[0]
     tile = min(tile or default_tile(tokens), items)
-    weighted_TD = (weight_T[:, None] * h_TD).astype(h_TD.dtype)
+    weighted_TD = rows.weighted(h_TD, weight_T)
     h_DT, limits = h_TD.T, _limits(threshold, reference_T)
 
     def step(carry, start, size):
@@ -41,7 +41,7 @@ def sweep(h_TD, table_VD, bias_V, weight_T, reference_T=None, positives=None, *,
     carry = (_zeros(tokens, with_loss, limits), jnp.zeros(h_DT.shape, jnp.float32))
     ((loss_T, above_T, *better), dh_DT), (dtable_VD, dbias_V) = _over_tiles(step, carry, items, tile)
     if positives is not None:
-        dtable_VD = rows.add_positives(dtable_VD, h_TD, *positives)
+        dtable_VD = rows.add_positives(dtable_VD, weighted_TD, *positives)
     return loss_T, above_T, dh_DT.T * weight_T[:, None], dtable_VD, dbias_V, *better
 
 

@@ -81,7 +81,9 @@ def _over_hidden(local, tokens, h_TD, table_VD, bias_V, targets_TL, weight_T):
     if gradients is None:
         return sums, (None, None, None)
     dh_TD, *others = gradients
-    return sums, (add(dh_TD), *jax.tree.map(lambda x: lax.psum(x, DATA), others))
+    if DATA in tokens:  # else every group has all tokens
+        others = jax.tree.map(lambda x: lax.psum(x, DATA), others)
+    return sums, (add(dh_TD), *others)
 
 
 def _over_table(local, tokens, h_TD, table_VD, bias_V, targets_TL, weight_T):

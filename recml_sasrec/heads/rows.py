@@ -31,10 +31,15 @@ def add(table_VD: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
     return _by_platform(_add_plainly, _add_chunks, table_VD, ids, updates)
 
 
-def add_positives(dtable_VD: jax.Array, h_TD: jax.Array, ids_TL: jax.Array, slope_TL: jax.Array) -> jax.Array:
-    """The background's float32 gradient with slope_tl h_t added at the rows ids_TL; rounded if h is bfloat16."""
-    dtable_VD = add(dtable_VD, ids_TL, slope_TL[..., None] * h_TD[:, None].astype(jnp.float32))
-    return dtable_VD.astype(jnp.bfloat16) if h_TD.dtype == jnp.bfloat16 else dtable_VD
+def add_positives(dtable_VD: jax.Array, weighted_TD: jax.Array, ids_TL: jax.Array, slope_TL: jax.Array) -> jax.Array:
+    """The background's float32 gradient with slope_tl (w h)_t added at the rows ids_TL; rounded if h is bfloat16."""
+    dtable_VD = add(dtable_VD, ids_TL, slope_TL[..., None] * weighted_TD[:, None].astype(jnp.float32))
+    return dtable_VD.astype(jnp.bfloat16) if weighted_TD.dtype == jnp.bfloat16 else dtable_VD
+
+
+def weighted(h_TD: jax.Array, weight_T: jax.Array) -> jax.Array:
+    """w_t h_t in h's dtype."""
+    return (weight_T[:, None] * h_TD.astype(jnp.float32)).astype(h_TD.dtype)
 
 
 def _by_platform(plainly: Callable, chunked: Callable, table_VD, *arguments):

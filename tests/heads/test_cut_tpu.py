@@ -250,14 +250,14 @@ def test_bfloat16_keeps_the_digits_of_rows_whose_positives_nearly_cancel_the_bac
     ids_TL[:, 0] = np.where(np.arange(tokens) % 2, popular, items)
     ids_TL[:, 1] = np.where(ids_TL[:, 1] == popular, items, ids_TL[:, 1])
     table_VD = table_VD.at[popular].set(0)
-    slope_TL = jnp.where(ids_TL < items, -weight_T[:, None], 0)
+    slope_TL = jnp.where(ids_TL < items, -1.0, 0)
     plan = tiles.plan(tokens, items, width, 2, tiles.CHIPS[chip], **TILE)
     with interpreter(plan.cores):
         results = cut_tpu.sweep(
             h_TD, table_VD, None, weight_T, None, (ids_TL, slope_TL), threshold=None, tile=None, plan=plan
         )
     exact = wanted(h_TD, table_VD, None, weight_T, 0.0)[3]
-    updates = np.asarray(slope_TL, np.float64)[..., None] * np.asarray(h_TD, np.float64)[:, None]
+    updates = np.asarray(slope_TL, np.float64)[..., None] * np.asarray(weight_T[:, None] * h_TD, np.float64)[:, None]
     background_V = np.abs(exact[popular]).max()
     padded = np.concatenate([exact, np.zeros((1, width))])
     np.add.at(padded, ids_TL, updates)
