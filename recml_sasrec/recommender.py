@@ -32,6 +32,7 @@ log = logging.getLogger("recml_sasrec.recommender")
 
 RawId = int | str
 BATCHES = (8, 64, 256)  # histories ranked at once; fixed, so that there are few shapes to compile for
+_WIDEST = 1 << 22  # a batch's rows times its ranked or allowed items: top_k then scores at most 2^27 at once
 _FEW = 256  # ids looked up one by one in a vocabulary of so many times their number of strings
 _NO_ID = -1  # of integers: raw ids are not negative
 
@@ -124,7 +125,8 @@ class Recommender:
         candidates = None if mask is None else jnp.asarray(mask)
         lists: list[list[tuple[RawId, float]]] = [[] for _ in seen]
         pending: tuple[np.ndarray, jax.Array, jax.Array] | None = None
-        for users, rows in _batches(able):
+        longest = max(map(len, allowed_lists or ()), default=0)
+        for users, rows in _batches(able, max(k, longest)):
             dropped = [blocked_lists[user] if blocked_lists else _NONE for user in users]
             if filter_seen:
                 dropped = [np.union1d(items, seen[user]) for items, user in zip(dropped, users, strict=True)]
@@ -133,7 +135,8 @@ class Recommender:
             if allowed_lists:
                 listed = [np.setdiff1d(allowed_lists[user], drop) for user, drop in zip(users, dropped, strict=True)]
                 listed = listed if mask is None else [items[mask[items]] for items in listed]
-                scores, ids = top_k_listed_jit(hidden, table, _padded(listed, rows), k, bias=bias)
+                padded = _padded(listed, rows)
+                scores, ids = top_k_listed_jit(hidden, table, padded, min(k, padded.shape[1]), bias=bias)
             else:
                 exclude = _padded(dropped, rows) if filter_seen or blocked_lists else None
                 scores, ids = self._top_k(hidden, table, k, bias=bias, exclude=exclude, candidates=candidates)
@@ -260,11 +263,12 @@ def _cosines(table_VD: jax.Array, row: jax.Array) -> jax.Array:
     return (products_V / (norms_V * norms_V[row]))[:, None]
 
 
-def _batches(users: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """(users, rows of their batch): the smallest that holds those who are left, else the largest."""
-    for first in range(0, len(users), BATCHES[-1]):
-        part = users[first : first + BATCHES[-1]]
-        yield part, next(rows for rows in BATCHES if rows >= len(part))
+def _batches(users: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(users, rows of their batch): the smallest that holds those who are left, else the largest for this width."""
+    sizes = [rows for rows in BATCHES if rows * width <= _WIDEST] or BATCHES[:1]
+    for first in range(0, len(users), sizes[-1]):
+        part = users[first : first + sizes[-1]]
+        yield part, next(rows for rows in sizes if rows >= len(part))
 
 
 def _padded(lists: list[np.ndarray], rows: int) -> np.ndarray:
@@ -278,7 +282,7 @@ def _padded(lists: list[np.ndarray], rows: int) -> np.ndarray:
 
 def _entries(ids: Any, what: str) -> list:
     """A collection as a list of Python objects."""
-    if isinstance(ids, str | bytes | int | float) or not isinstance(ids, Iterable):
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         raise DataError(f"{what} must be a list of item ids, not {ids!r}; put single ids into a list")
     if isinstance(ids, np.ndarray | pa.Array | pa.ChunkedArray):
         return ids.tolist()

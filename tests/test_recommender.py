@@ -18,6 +18,7 @@ from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.data.queries import evaluated_users
 from recml_sasrec.ranking import evaluation
+from recml_sasrec.recommender import _batches
 from recml_sasrec.run import Progress, Run
 from tests.tiny import tiny_config
 
@@ -153,6 +154,22 @@ def test_allow_block_seen_and_long_lists_agree_with_brute_force(integers):
     assert recommender.recommend(histories, k=K) == [got[:K] for got in recommender.recommend(histories, k=1000)]
 
 
+@pytest.mark.parametrize(
+    ("users", "width", "sizes"),
+    [
+        (300, 100, [(256, 256), (44, 64)]),
+        (9, 100, [(9, 64)]),
+        (0, 1, []),
+        (70, 1 << 16, [(64, 64), (6, 8)]),
+        (9, 10**7, [(8, 8), (1, 8)]),
+    ],
+)
+def test_batches_have_few_sizes_and_fewer_rows_where_lists_are_long(users, width, sizes):
+    batches = list(_batches(np.arange(users), width))
+    assert [(len(part), rows) for part, rows in batches] == sizes
+    assert [user for part, _ in batches for user in part] == list(range(users))
+
+
 def test_ties_go_to_the_smaller_id_in_the_catalogue_and_in_a_list(integers):
     workdir, _ = integers
     recommender = Recommender.load(workdir)
@@ -191,6 +208,7 @@ def test_unknown_ids_are_skipped_and_counted_and_ids_may_be_of_numpy_or_digits(i
         ([[1]], {"k": 2.5}, "k is 2.5"),
         ([[1], [2]], {"allow": [[1]]}, "allow has 1 lists for 2 histories"),
         ([[1]], {"block": 7}, "block must be a list"),
+        ([np.array(1)], {}, "a history must be a list"),
     ],
 )
 def test_what_is_no_history_gets_a_sentence(integers, histories, options, sentence):
