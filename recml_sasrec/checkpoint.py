@@ -34,9 +34,10 @@ class Checkpoints:
         workdir: the run's folder; checkpoints lie in its ``checkpoints/``.
         keep: how many of the newest to keep; the best one is kept besides.
         best_metric: the key of the metrics given to ``save`` that decides which is best (higher is better).
+        reading: nothing will be saved, and what another process is saving is left alone.
     """
 
-    def __init__(self, workdir: pathlib.Path, keep: int, best_metric: str):
+    def __init__(self, workdir: pathlib.Path, keep: int, best_metric: str, reading: bool = False):
         policies = ocp.training.preservation_policies
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[best_metric], n=1, keep_checkpoints_without_metrics=False
@@ -48,7 +49,7 @@ class Checkpoints:
                 self.directory,
                 save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not reading,
             )
         except OSError as error:
             raise CheckpointError(f"cannot use {self.directory} for checkpoints: {error}") from error

@@ -12,12 +12,14 @@ import shutil
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from recml_sasrec import config as configs
 from recml_sasrec import config_file, hosts
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.loader import Data, open_data
-from recml_sasrec.data.store import Store
+from recml_sasrec.data.store import Store, read_ids
+from recml_sasrec.data.vocabulary import fingerprint
 from recml_sasrec.files import write_atomically
 
 # what may differ between the run that made a folder and one that goes on in it: nothing that the parameters depend on
@@ -154,3 +156,20 @@ def read(workdir: pathlib.Path) -> tuple[Config, dict[str, str]]:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ConfigError(f"{path} is damaged; restore it from a checkpoint's metadata or train again") from None
     return config_file.from_json(json.dumps(tree)), marks
+
+
+def read_item_ids(workdir: pathlib.Path, marks: dict[str, str]) -> pa.Array:
+    """The raw item ids by table row, int64 or large_string, checked against the marks of the run's data.
+
+    Raises:
+        ConfigError: they are missing, damaged or those of another run.
+    """
+    path = workdir / "item_ids.arrow"
+    remedy = "copy it from the run's own folder, or start the run's training command again, which writes it"
+    try:
+        ids = read_ids(str(path))
+    except (OSError, KeyError, pa.ArrowException):
+        raise ConfigError(f"{path}, the raw ids of the run's items, is missing or damaged; {remedy}") from None
+    if fingerprint(ids) != marks["vocabulary"]:
+        raise ConfigError(f"{path} holds other item ids than the run was trained on; {remedy}")
+    return ids

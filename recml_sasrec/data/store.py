@@ -86,7 +86,7 @@ def open_store(directory: str) -> Store:
             name: np.load(os.path.join(directory, f"{name}.npy"), mmap_mode="r").view(np.ndarray)
             for name in ("items", "timestamps", "offsets")
         }
-        ids = {name: _read_ids(os.path.join(directory, f"{name}.arrow")) for name in ("user_ids", "item_ids")}
+        ids = {name: read_ids(os.path.join(directory, f"{name}.arrow")) for name in ("user_ids", "item_ids")}
     except (OSError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{directory!r} holds no complete store; delete it and prepare the data again") from error
     except DataError:
@@ -336,6 +336,7 @@ def _write_ids(path: str, ids: pa.Array) -> None:
         writer.write_table(table, max_chunksize=max(len(ids), 1))
 
 
-def _read_ids(path: str) -> pa.Array:
+def read_ids(path: str) -> pa.Array:
+    """The raw ids of an Arrow file of the store, mapped into memory; int64 or large_string."""
     column = pa.ipc.open_file(pa.memory_map(path)).read_all().column("id")
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -89,6 +89,36 @@ def top_k(
     return lax.map(rescore, (hidden_QD, keys_Qk, exclude), batch_size=RESCORED)
 
 
+def top_k_listed(
+    hidden_QD: Array, table_VD: Array, listed: Array, k: int, *, bias: Array | None = None
+) -> tuple[Array, Array]:
+    """The ``k`` best of a list of items for each query, in ``top_k``'s order; memory is that of ``listed``.
+
+    Args:
+        listed: int32 [Q, A], the items a query may get, ascending, padded with -1 at the end.
+        hidden_QD, table_VD, k, bias: as for ``top_k``.
+
+    Returns:
+        scores float32 [Q, k] and ids int32 [Q, k], where the list ends -inf and -1.
+    """
+    most = min(k, listed.shape[1])
+    missing = (0, k - most)
+
+    def rank(query):
+        hidden_D, listed_A = query
+
+        def score(item):
+            product = jnp.einsum("d,d->", table_VD[item], hidden_D, **EXACT)
+            return product if bias is None else product + bias[item].astype(jnp.float32)
+
+        scores_A = lax.map(score, jnp.maximum(listed_A, 0), batch_size=TILE)
+        best, pick = lax.top_k(jnp.where(listed_A >= 0, _clean(scores_A), -jnp.inf), most)
+        ids = jnp.where(best > -jnp.inf, listed_A[pick], -1)
+        return jnp.pad(best, missing, constant_values=-jnp.inf), jnp.pad(ids, missing, constant_values=-1)
+
+    return lax.map(rank, (hidden_QD, listed))
+
+
 # The default rounds float32 to bfloat16 on TPU: ties that are none.
 EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
@@ -180,3 +210,4 @@ def _check(hidden, table, k, bias, exclude, candidates, tile, group) -> None:
 
 
 top_k_jit = jax.jit(top_k, static_argnames=("k", "tile", "group"))
+top_k_listed_jit = jax.jit(top_k_listed, static_argnames="k")
