@@ -36,6 +36,7 @@ def kill_when_there(path, name, work):
     with script(name, work) as process:
         while process.poll() is None and not path.exists():
             time.sleep(0.02)
+        assert process.poll() is None, console_of(work)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, console_of(work)
 
