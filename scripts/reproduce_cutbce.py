@@ -202,11 +202,15 @@ def measure(config: Config, rehearse: bool) -> dict[str, Any]:
     jax.block_until_ready(state)
     seconds = time.perf_counter() - start
     batches.close()
-    device = run.mesh.devices.flat[0]
+    device = run.layout.mesh.devices.flat[0]
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     if peak is None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"peak_bytes": peak, "steps_per_s": timed / seconds, "devices": f"{run.mesh.size} x {device.device_kind}"}
+    return {
+        "peak_bytes": peak,
+        "steps_per_s": timed / seconds,
+        "devices": f"{run.layout.mesh.size} x {device.device_kind}",
+    }
 
 
 def markdown(result: dict[str, Any]) -> str:
