@@ -92,7 +92,7 @@ def test_a_sharded_step_moves_hidden_states_and_no_table():
     assert result["collective_bytes_per_step"] < 2 * (chips - 1) / chips * table / 10  # a ring's, of table gradients
     # hidden states and looked-up rows, there and back
     moved = result["collectives"]["all-gather"] + result["collectives"]["reduce-scatter"]
-    assert moved == pytest.approx(4 * (chips - 1) / chips * 4 * B * N * D, rel=0.2)  # ids and targets beside
+    assert moved == pytest.approx(4 * (chips - 1) / chips * 4 * B * N * D, rel=0.25)  # ids and targets beside
     # parameters, two moments, and no more than two gradients of a quarter of the table
     parts = result["peak_parts"]
     assert 3 * table / chips < parts["state_and_batch"] < 3 * table / chips + 2**23
