@@ -6,7 +6,6 @@ Exit codes: 0 done Â· 2 bad input, config or environment, said in one sentence Â
 """
 
 import argparse
-import difflib
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from recml_sasrec import files
-from recml_sasrec.config import ConfigError
+from recml_sasrec.config import ConfigError, nearest
 from recml_sasrec.lifeline import EXIT_LOST
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
@@ -47,8 +46,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
     for word in rest:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
-            near = difflib.get_close_matches(flag, known, 1)
-            raise ConfigError(f"unknown flag {flag}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            near = nearest(flag, known)
+            raise ConfigError(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "see --help"))
     parser.error = _raise  # type: ignore[method-assign]
     return parser.parse_args(rest), overrides
 

@@ -159,12 +159,12 @@ def three_sweep(h_TD, table_VD, targets_TL, bias_V, weight_T, tile):
     import jax
     import jax.numpy as jnp
 
-    from recml_sasrec.heads import cut_bce
+    from recml_sasrec.heads import cut_bce, rows
     from recml_sasrec.heads.arguments import positive_set
 
     loss, counts = cut_bce(h_TD, table_VD, targets_TL, bias_V, weight_T, tile=tile)
     weight_T = weight_T / weight_T.sum()
-    weighted_TD = (weight_T[:, None] * h_TD).astype(h_TD.dtype)
+    weighted_TD = rows.weighted(h_TD, weight_T)
     items = table_VD.shape[0]
     tile = min(tile or default_tile(h_TD.shape[0]), items)
     starts = jnp.arange(-(-items // tile)) * tile  # the last tile is whole, and what it repeats is left out
@@ -192,7 +192,7 @@ def three_sweep(h_TD, table_VD, targets_TL, bias_V, weight_T, tile):
     dh_DT, _ = jax.lax.scan(add_dh, jnp.zeros(h_TD.shape[::-1]), starts)
     (dtable_VD, dbias_V), _ = jax.lax.scan(add_rows, [jnp.zeros(table_VD.shape), jnp.zeros(items)], starts)
     ids_TL, _ = positive_set(targets_TL, items)
-    rows_TLD = table_VD.at[ids_TL].get(mode="fill", fill_value=0)
+    rows_TLD = rows.take(table_VD, ids_TL)
     dh_TD = weight_T[:, None] * (dh_DT.T - rows_TLD.astype(jnp.float32).sum(1))
     dtable_VD = dtable_VD.at[ids_TL].add(-weighted_TD[:, None].astype(jnp.float32), mode="drop")
     dbias_V = dbias_V.at[ids_TL].add(-weight_T[:, None], mode="drop")

@@ -25,6 +25,7 @@ import reproduction  # beside this script
 from recml_sasrec import command
 from recml_sasrec.config import Config
 from recml_sasrec.config_file import load_config
+from recml_sasrec.ranking.baselines import DECAY_HOURS
 
 if TYPE_CHECKING:
     from recml_sasrec.data.loader import Data
@@ -69,7 +70,6 @@ BASELINES: dict[str, Baseline] = {
     "DecayPop": "decay_pop",
     "ItemKNN": "item_knn",
 }
-DECAY_HOURS = (0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 12.0, 24.0)
 KNN_HOURS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0, 24.0, 72.0, 168.0)  # the paper's grid is not published
 EPOCHS = 100  # of the paper's SASRec
 REHEARSAL = [

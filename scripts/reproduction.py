@@ -1,13 +1,12 @@
 """What the reproduction scripts share: rows kept in a folder, so that a killed script goes on, and where tables go."""
 
 import argparse
-import difflib
 import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from recml_sasrec.config import ConfigError
+from recml_sasrec.config import ConfigError, nearest
 from recml_sasrec.files import write_atomically
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
@@ -45,9 +44,9 @@ def one_of(*names: str) -> Callable[[str], str]:
     def check(word: str) -> str:
         if word in names:
             return word
-        near = difflib.get_close_matches(word, names, 1)
+        near = nearest(word, names)
         raise argparse.ArgumentTypeError(
-            f"{word!r} is none of {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else "")
+            f"{word!r} is none of {', '.join(names)}" + (f"; did you mean {near}?" if near else "")
         )
 
     return check

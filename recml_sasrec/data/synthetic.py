@@ -5,7 +5,6 @@ zero gaps, played ratios, growing activity. The sequence can be learned: items f
 album's tracks in order, return to albums they know, and have favourite genres.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,6 +19,7 @@ from recml_sasrec.config import SyntheticConfig
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.store import remove_stale, temporary_name
 from recml_sasrec.data.yambda import LAST_SECOND
+from recml_sasrec.files import unfinished
 
 VERSION = 2
 GROUP_EVENTS = 1 << 20  # events of a row group, about
@@ -88,18 +88,16 @@ def write_groups(path: str, schema: pa.Schema, groups: Iterable[pa.Table]) -> No
     try:
         os.makedirs(parent, exist_ok=True)
         remove_stale(parent, name)
-        with pq.ParquetWriter(work, schema, compression="lz4") as writer:
-            for group in groups:
-                writer.write_table(group)
-        os.replace(work, path)
+        with unfinished(work):
+            with pq.ParquetWriter(work, schema, compression="lz4") as writer:
+                for group in groups:
+                    writer.write_table(group)
+            os.replace(work, path)
     except OSError as error:
         raise DataError(
             f"{path!r} can't be written ({error.strerror or error}); "
             "free disk space or choose another config.data.cache"
         ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(work)
 
 
 class Catalogue:

@@ -178,12 +178,6 @@ def _sparse(h_TD, table_VD, bias_V, targets_TL, positive_weight) -> _Sparse:
     return _Sparse(ids_TL, mask_TL, rows_TLD, z_TL, loss_T, jnp.where(mask_TL, slope_TL, 0))
 
 
-def _rounded(x, dtype):
-    """x as of the dtype, still float32: XLA would take a pair of casts for nothing."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-
-
 def _reference(sparse: _Sparse, h_TD, bias_V, options: Options):
     if not options.ranks:
         return None
@@ -237,7 +231,7 @@ def _sweep_shard(h_TD, table_VD, bias_V, targets_TL, weight_T, options: Options)
     if h_TD.dtype != jnp.float32:
         # The products take sigmoids of few bits. What those lack would be all there is where a target's is near 1.
         s_TL = jax.nn.sigmoid(sparse.logits_TL)
-        slope_TL += jnp.where(sparse.mask_TL, s_TL - _rounded(s_TL, h_TD.dtype), 0)
+        slope_TL += jnp.where(sparse.mask_TL, s_TL - rows.rounded(s_TL, h_TD.dtype), 0)
     positives = sparse.ids_TL, slope_TL
     results = _dispatch("sweep", options, h_TD, table_VD, bias_V, weight_T, reference_T, positives)
     loss_T, above_T, dh_TD, dtable_VD, dbias_V, *better = results

@@ -16,7 +16,7 @@ from jax.interpreters import batching, mlir
 from recml_sasrec.heads import tiles
 from recml_sasrec.heads.cut_tpu_kernel import EXTENSION, UPDATES, Spec, kernel
 from recml_sasrec.heads.cut_tpu_tile import LANES, ROWS
-from recml_sasrec.heads.rows import add_positives, weighted
+from recml_sasrec.heads.rows import add_positives, rounded, weighted
 
 
 def supports(h_TD: jax.Array, table_VD: jax.Array) -> bool:
@@ -185,7 +185,7 @@ def _sorted_updates(spec, weighted_TD, positives):
     slope_R = jnp.pad(slope_TL.reshape(-1), padding)[order_R]
     tokens_R = jnp.minimum(order_R // slots, weighted_TD.shape[0] - 1)
     updates_RD = slope_R[:, None] * weighted_TD[tokens_R].astype(jnp.float32)
-    first_RD = lax.reduce_precision(updates_RD, exponent_bits=8, mantissa_bits=7)
+    first_RD = rounded(updates_RD, weighted_TD.dtype)
     halves = [x.astype(weighted_TD.dtype).reshape(-1, UPDATES, spec.width) for x in (first_RD, updates_RD - first_RD)]
     bounds = jnp.minimum(jnp.arange(spec.tiles + 1) * spec.plan.items, items)
     starts = jnp.searchsorted(ids_R, bounds).astype(jnp.int32)

@@ -73,10 +73,7 @@ def _over_hidden(local, tokens, h_TD, table_VD, bias_V, targets_TL, weight_T):
         h_TD, targets_TL, weight_T = gathered
     own_TL = _own_ids(targets_TL, table_VD.shape[0])
     sums, gradients = local(h_TD, table_VD, bias_V, own_TL, weight_T)
-
-    def add(x):
-        return lax.psum_scatter(x, ITEMS, tiled=True) if split else lax.psum(x, ITEMS)
-
+    add = functools.partial(_over_items, split=split)
     sums = jax.tree.map(add, sums)
     if gradients is None:
         return sums, (None, None, None)
@@ -94,6 +91,11 @@ def _over_table(local, tokens, h_TD, table_VD, bias_V, targets_TL, weight_T):
         return sums, (None, None, None)
     dh_TD, *others = gradients
     return sums, (dh_TD, *jax.tree.map(lambda x: lax.psum(lax.psum_scatter(x, ITEMS, tiled=True), DATA), others))
+
+
+def _over_items(x, split: bool):
+    """The sum over the shards: each device's own part of it where the tokens are split over them."""
+    return lax.psum_scatter(x, ITEMS, tiled=True) if split else lax.psum(x, ITEMS)
 
 
 def _own_ids(ids, items: int):
@@ -121,7 +123,7 @@ def _lookup(table_VD, ids, placement, items):
         if split:
             ids = lax.all_gather(ids, ITEMS, tiled=True)
         own = rows.take(table_VD, _own_ids(ids, table_VD.shape[0]))
-        return lax.psum_scatter(own, ITEMS, tiled=True) if split else lax.psum(own, ITEMS)
+        return _over_items(own, split)
 
     specs = {"mesh": placement.mesh, "in_specs": (P(ITEMS), tokens), "out_specs": tokens, "check_vma": False}
     return jax.shard_map(body, **specs)(table_VD, ids)

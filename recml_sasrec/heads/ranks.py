@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recml_sasrec.heads.rows import rounded
+
 KS = (1, 10, 100)
 _SEVERAL_PASSES = ("high", "highest", "float32", "bfloat16_3x", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "F32_F32_F32")
 
@@ -59,7 +61,7 @@ def reference(h_TD: jax.Array, rows_TLD: jax.Array, bias_TL: jax.Array | None, m
         h_TD, rows_TLD, operand = jax.lax.platform_dependent(
             h_TD,
             rows_TLD,
-            tpu=lambda h, rows: (_to_bfloat16(h), _to_bfloat16(rows), jnp.float32(0)),
+            tpu=lambda h, rows: (rounded(h, jnp.bfloat16), rounded(rows, jnp.bfloat16), jnp.float32(0)),
             cuda=lambda h, rows: (h, rows, jnp.float32(2.0**-9)),
             default=lambda h, rows: (h, rows, jnp.float32(0)),
         )
@@ -70,11 +72,6 @@ def reference(h_TD: jax.Array, rows_TLD: jax.Array, bias_TL: jax.Array | None, m
         z_TL, magnitude_TL = z_TL + bias_TL, magnitude_TL + jnp.abs(bias_TL)
     limit_TL = z_TL + (operand + (h_TD.shape[1] + 4) * 2.0**-23) * magnitude_TL
     return jnp.where(mask_TL, limit_TL, -jnp.inf).max(1)
-
-
-def _to_bfloat16(x):
-    """Rounded, but still float32: XLA would take a pair of casts for nothing."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def from_better(better_T: jax.Array, has_target_T: jax.Array, weight_T: jax.Array) -> jax.Array:

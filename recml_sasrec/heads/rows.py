@@ -37,6 +37,12 @@ def add_positives(dtable_VD: jax.Array, weighted_TD: jax.Array, ids_TL: jax.Arra
     return dtable_VD.astype(jnp.bfloat16) if weighted_TD.dtype == jnp.bfloat16 else dtable_VD
 
 
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """x with the digits of a dtype, but still float32: XLA would take a pair of casts for nothing."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
 def weighted(h_TD: jax.Array, weight_T: jax.Array) -> jax.Array:
     """w_t h_t in h's dtype."""
     return (weight_T[:, None] * h_TD.astype(jnp.float32)).astype(h_TD.dtype)
