@@ -17,7 +17,8 @@ from types import FrameType
 from typing import NoReturn
 
 from recml_sasrec import files
-from recml_sasrec.config import ConfigError, nearest
+from recml_sasrec.config import ConfigError
+from recml_sasrec.config_checks import nearest
 from recml_sasrec.lifeline import EXIT_LOST
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3

@@ -14,7 +14,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from recml_sasrec.config import Config, ConfigError, checked, describe, field_names, nearest, validate
+from recml_sasrec.config import Config, ConfigError, field_names
+from recml_sasrec.config_checks import checked, describe, nearest, validate
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from recml_sasrec import command
-from recml_sasrec.config import ConfigError, MeshConfig, validate
+from recml_sasrec.config import ConfigError, MeshConfig
+from recml_sasrec.config_checks import validate
 from recml_sasrec.config_file import set_field
 
 
@@ -73,7 +74,7 @@ def evaluate_run(
     run = Run(config, data)
     with (
         StopRequest() as stop,
-        Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric) as checkpoints,
+        Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric, reading=True) as checkpoints,
         hosts.watched(),
     ):
         step = checkpoints.find(checkpoint)

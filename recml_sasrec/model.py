@@ -125,6 +125,11 @@ class SASRec(nnx.Module):
         return self.norm(x_BND) if config.norm == "pre" else x_BND
 
 
+def item_vectors(params: dict[str, Any]) -> jax.Array:
+    """float32 [rows, D] what hidden states are scored against: the item table."""
+    return params["item_table"]
+
+
 def attention_mask(segment_ids_BN: jax.Array) -> jax.Array:
     """bool [B, 1, N, N]: a query sees itself and the earlier positions of its segment."""
     same = segment_ids_BN[:, :, None] == segment_ids_BN[:, None, :]

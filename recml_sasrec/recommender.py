@@ -54,6 +54,7 @@ class Recommender:
         self.unknown, self.without_history = np.zeros(0, np.int64), 0
         self._find_many = Encoder(item_ids)
         self._params = params
+        self._table = model.item_vectors(params)
         self._encode = jax.jit(make_encoder(graphdef, layout), out_shardings=layout.replicated)
         self._top_k = top_k_over(layout)
         self._cosines = jax.jit(_cosines)
@@ -131,7 +132,7 @@ class Recommender:
             if filter_seen:
                 dropped = [np.union1d(items, seen[user]) for items, user in zip(dropped, users, strict=True)]
             hidden = self._encode(self._params, self._queries([seen[user] for user in users], rows))
-            table, bias = self._params["item_table"], self._params.get("item_bias")
+            table, bias = self._table, self._params.get("item_bias")
             if allowed_lists:
                 listed = [np.setdiff1d(allowed_lists[user], drop) for user, drop in zip(users, dropped, strict=True)]
                 listed = listed if mask is None else [items[mask[items]] for items in listed]
@@ -149,7 +150,7 @@ class Recommender:
         return lists
 
     def similar_items(self, item: RawId, k: int = 10) -> list[tuple[RawId, float]]:
-        """The ``k`` other items whose rows of the item table have the highest cosine with this item's.
+        """The ``k`` other items whose vectors have the highest cosine with this item's.
 
         Raises:
             DataError: the run has no such item.
@@ -160,7 +161,7 @@ class Recommender:
         if row[0] < 0:
             raise DataError(f"item {item!r} is none of the {len(self.item_ids):,} items of the run; give one of those")
         # the cosines are a table of width 1, which the streamed search ranks by its product with 1
-        cosines_V1 = self._cosines(self._params["item_table"], row[0])
+        cosines_V1 = self._cosines(self._table, row[0])
         scores, ids = self._top_k(jnp.ones((1, 1)), cosines_V1, k, exclude=row[None])
         lists: list[list[tuple[RawId, float]]] = [[]]
         self._name(lists, np.zeros(1, np.int64), scores, ids)

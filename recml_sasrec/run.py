@@ -17,6 +17,7 @@ from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.data.loader import Data
+from recml_sasrec.model import item_vectors
 from recml_sasrec.preemption import Interrupted, StopRequest
 from recml_sasrec.ranking import evaluation
 from recml_sasrec.ranking.evaluation import Which
@@ -177,7 +178,7 @@ class Run:
             self.config,
             self.data,
             lambda queries: self._encode(params, queries),
-            params["item_table"],
+            item_vectors(params),
             params.get("item_bias"),
             which,
             should_stop=lambda: stop.poll(at_once=True),

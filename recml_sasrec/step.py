@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from recml_sasrec import heads
 from recml_sasrec.config import Config, HeadConfig
 from recml_sasrec.data.batch import Batch, QueryBatch
-from recml_sasrec.model import SASRec, abstract, take_rows
+from recml_sasrec.model import SASRec, abstract, item_vectors, take_rows
 from recml_sasrec.sharding import Layout
 
 Params = dict[str, Any]
@@ -86,7 +86,7 @@ def head_loss(
     layout: Layout | None = None,
 ) -> tuple[jax.Array, tuple[heads.Counts, heads.RankSums]]:
     """The configured head's loss, and its counts and ranks; zeros where it has no ranks."""
-    table = params["item_table"].astype(hidden.dtype)
+    table = item_vectors(params).astype(hidden.dtype)
     options: dict[str, Any] = {
         "positive_weight": config.positive_weight,
         "threshold": config.threshold,

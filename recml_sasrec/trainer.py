@@ -13,8 +13,7 @@ import pathlib
 
 import jax
 
-from recml_sasrec import config as configs
-from recml_sasrec import config_file, hosts, run_folder
+from recml_sasrec import config_checks, config_file, hosts, run_folder
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.meter import Meter
@@ -42,7 +41,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
         Interrupted: SIGTERM or Ctrl-C came; the state is saved.
         Diverged: the loss is not finite any more.
     """
-    configs.validate(config)
+    config_checks.validate(config)
     workdir = pathlib.Path(workdir)
     data = run_folder.open_together(config)
     run = Run(config, data)

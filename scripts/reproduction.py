@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from recml_sasrec.config import ConfigError, nearest
+from recml_sasrec.config import ConfigError
+from recml_sasrec.config_checks import nearest
 from recml_sasrec.files import write_atomically
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"

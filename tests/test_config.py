@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from recml_sasrec.config import Config, ConfigError, first_difference, get_field, validate
+from recml_sasrec.config import Config, ConfigError, first_difference, get_field
+from recml_sasrec.config_checks import validate
 from recml_sasrec.config_file import from_json, load_config, set_field, to_json
 
 CONFIG_FILE = "from recml_sasrec.config import Config\ndef get_config():\n    c = Config()\n    {}\n    return c"

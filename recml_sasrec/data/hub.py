@@ -22,7 +22,8 @@ from types import FrameType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recml_sasrec.config import DataConfig, nearest
+from recml_sasrec.config import DataConfig
+from recml_sasrec.config_checks import nearest
 from recml_sasrec.data.events import DataError
 
 REPO = "yandex/yambda"

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recml_sasrec.config import Config, ConfigError, validate
+from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.config_checks import validate
 from recml_sasrec.data import hub as yambda_hub
 from recml_sasrec.data.events import DataError
 
