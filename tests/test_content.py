@@ -1,5 +1,8 @@
 """Content vectors in the model: against numpy over the warm items alone, and whether they rank what was never seen."""
 
+import copy
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
-from recml_sasrec import Recommender, trainer
+from recml_sasrec import Recommender, run_folder, trainer
+from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_checks import validate
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.model import SASRec, item_vectors, ranking_bias, split_given
-from recml_sasrec.run import Run
+from recml_sasrec.run import Progress, Run
+from recml_sasrec.sharding import BY_ITEM
 from recml_sasrec.step import head_loss
 
 V, C, D, T, L = 23, 5, 4, 30, 3
@@ -138,6 +143,15 @@ def taste(tmp_path_factory):
     return folder, config, users.reshape(USERS, -1), items.reshape(USERS, -1)
 
 
+@pytest.fixture(scope="module")
+def fixed(taste):
+    """The folder of a run with fixed content."""
+    folder, config, _, _ = taste
+    config.model.content = "fixed"
+    trainer.train(config, folder / "fixed")
+    return folder / "fixed"
+
+
 def percentile(recommender, items):
     """Mean place of the users' last items among all items after their histories, 0 for the first place."""
     lists = recommender.recommend([row[:-1].tolist() for row in items], k=ITEMS)
@@ -145,11 +159,12 @@ def percentile(recommender, items):
 
 
 @pytest.mark.parametrize("content", ["fixed", "trainable"])
-def test_items_never_seen_in_training_are_ranked_by_their_content(taste, content, capsys):
+def test_items_never_seen_in_training_are_ranked_by_their_content(taste, fixed, content):
     folder, config, _, items = taste
     config.model.content = content
-    trainer.train(config, folder / content)
-    assert f"cold items      {UNSEEN.sum()} without a training event" in capsys.readouterr().out
+    trainer.train(config, folder / content)  # nothing left to do for the fixed one
+    protocol = json.loads((folder / content / "evaluation.json").read_text())["protocol"]
+    assert protocol["cold items"].startswith(f"{UNSEEN.sum()} without a training event")
     recommender = Recommender.load(folder / content)
     assert len(recommender.item_ids) == ITEMS
     assert percentile(recommender, items) < 0.15  # a cluster is an eighth of the items
@@ -163,6 +178,35 @@ def test_items_never_seen_in_training_are_ranked_by_their_content(taste, content
     cold = int(np.flatnonzero(UNSEEN)[0])
     near = [item for item, _ in recommender.similar_items(cold, k=5)]
     assert (CLUSTER[near] == CLUSTER[cold]).mean() >= 0.8
+
+
+def test_items_new_to_a_trained_model_are_ranked_by_their_content_without_a_step(taste, fixed, tmp_path):
+    _, config, _, items = taste
+    rng, added = np.random.default_rng(3), 40
+    cluster = rng.integers(0, CLUSTERS, added)
+    content = np.concatenate([CONTENT, np.eye(CLUSTERS, 12)[cluster] + rng.normal(size=(added, 12)) * 0.15])
+    pq.write_table(pa.table({"item": np.arange(ITEMS + added), "vector": list(content)}), tmp_path / "items.parquet")
+    config = copy.deepcopy(config)
+    config.data.items_path, config.model.content = str(tmp_path / "items.parquet"), "fixed"
+    run = Run(config, open_data(config))
+    state, old = run.init(), jax.tree.map(np.asarray, Recommender.load(fixed)._params)
+    params = {**jax.tree.map(np.asarray, state.params)}
+    for name, leaf in old.items():
+        if name in BY_ITEM:
+            params[name] = params[name].copy()
+            params[name][:ITEMS] = leaf[:ITEMS]
+        else:
+            params[name] = leaf
+    state = state._replace(params=jax.device_put(params, run.shardings.params))
+    run_folder.adopt(tmp_path, config, run.data.store)
+    with Checkpoints(tmp_path, 1, "ndcg@10") as checkpoints:
+        checkpoints.save(0, state, run.info(Progress()))
+    recommender, places = Recommender.load(tmp_path, "latest"), []
+    for row in items[:50]:
+        ((*ranked,),) = recommender.recommend([row[:-1].tolist()], k=ITEMS + added)
+        loved = ITEMS + np.flatnonzero(cluster == CLUSTER[row[0]])
+        places += [place for place, (item, _) in enumerate(ranked) if item in loved]
+    assert np.mean(places) / (ITEMS + added) < 0.15
 
 
 def test_without_content_they_are_at_the_end(taste):
