@@ -82,7 +82,8 @@ class ModelConfig:
     dropout: float = 0.2
     item_bias: bool = True  # initialised at the prior log-odds of a target
     # what a learned projection of the items' content vectors adds to the item table: nothing, or the vectors as they
-    # are (fixed) or as training changes them (trainable)
+    # are (fixed) or as training changes them (trainable: 8 C bytes of moments an item, whatever optimizer.table is).
+    # Items without a training event are then left out of the loss, and ranked by their content
     content: Literal["none", "fixed", "trainable"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; parameters are float32
 
