@@ -36,7 +36,7 @@ from recml_sasrec.files import unfinished
 log = logging.getLogger("recml_sasrec")
 
 _FIELD = "config.data.items_path"
-_BATCH_ROWS = 1 << 15  # of the table: its vectors are long
+_BATCH_ROWS = 1 << 13  # of the table: its vectors are long
 _BLOCK = 1 << 24  # events given new ids at a time
 
 
