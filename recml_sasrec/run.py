@@ -145,13 +145,20 @@ class Run:
         """What a checkpoint says of its run.
 
         Raises:
-            ConfigError: it is of other items; a restore would cut its table to this one's rows.
+            ConfigError: it is of other items or lengths of content; a restore would cut its arrays to these.
         """
         info = checkpoints.info(step)
         if info["vocabulary"] != self.data.store.vocabulary:
             raise ConfigError(
                 f"the checkpoint of step {step} in {checkpoints.directory} is of other items than this data's "
                 f"{self.data.store.num_items:,}; give the data it was trained on or use another --workdir"
+            )
+        width = info.get("content_width", 0)
+        if width != self.content_width:
+            raise ConfigError(
+                f"the checkpoint of step {step} in {checkpoints.directory} has content of {width} numbers an item, but "
+                f"config.data.items_path has {self.content_width}; give the vectors it was trained on or use another "
+                "--workdir"
             )
         return info
 

@@ -17,6 +17,7 @@ from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_checks import validate
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.model import SASRec, item_vectors, ranking_bias, split_given
+from recml_sasrec.optim import make_optimizer
 from recml_sasrec.run import Progress, Run
 from recml_sasrec.sharding import BY_ITEM
 from recml_sasrec.step import head_loss
@@ -207,6 +208,30 @@ def test_items_new_to_a_trained_model_are_ranked_by_their_content_without_a_step
         loved = ITEMS + np.flatnonzero(cluster == CLUSTER[row[0]])
         places += [place for place, (item, _) in enumerate(ranked) if item in loved]
     assert np.mean(places) / (ITEMS + added) < 0.15
+
+
+def test_a_checkpoint_with_content_of_another_length_is_refused(taste, fixed, tmp_path):
+    _, config, _, _ = taste
+    config = copy.deepcopy(config)
+    pq.write_table(pa.table({"item": np.arange(ITEMS), "vector": list(CONTENT[:, :5])}), tmp_path / "items.parquet")
+    config.data.items_path, config.model.content = str(tmp_path / "items.parquet"), "fixed"
+    with pytest.raises(ConfigError, match=r"content of 12 numbers an item, but config\.data\.items_path has 5"):
+        trainer.train(config, fixed)
+
+
+@pytest.mark.parametrize("table", ["adam", "adam_bf16", "adagrad", "adafactor"])
+def test_no_optimizer_moves_what_has_no_gradient(table):
+    config = Config().optimizer
+    config.table, config.weight_decay = table, 0.1
+    optimizer = make_optimizer(config, 10)
+    params, _ = split_given(params_of(np.random.default_rng(0)), "trainable")
+    params["item_table"][COLD] = 0
+    gradients = {name: np.ones_like(leaf) for name, leaf in params.items()}
+    for name in ("item_table", "item_content", "item_bias"):
+        gradients[name][COLD] = 0
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    for name in ("item_table", "item_content", "item_bias"):
+        assert not np.asarray(updates[name])[COLD].any() and np.asarray(updates[name]).any(), name
 
 
 def test_without_content_they_are_at_the_end(taste):

@@ -4,6 +4,7 @@ The table, ``config.data.items_path``, has a row an item: its id, and a content 
 is streamed; the vectors become one mapped array in the store's folder, in the order of the dense ids.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -49,7 +50,7 @@ def joined(store: Store, data: DataConfig, folder: str) -> Store:
     if not data.items_path or not data.items_join:
         return store
     found = Collector("item")
-    for ids, _, _ in _rows(store, data, None):
+    for ids, _ in _rows(store, data, None):
         found.add(ids)
     item_ids, counts = found.finish()
     if counts.max(initial=0) > 1:
@@ -130,7 +131,8 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
                 os.replace(temporary, path)
             for entry in os.listdir(store.directory):  # of the file before it changed
                 if entry.startswith(f"{name}-") and entry != os.path.basename(path):
-                    os.remove(os.path.join(store.directory, entry))
+                    with contextlib.suppress(FileNotFoundError):  # another process removed it
+                        os.remove(os.path.join(store.directory, entry))
         except OSError as error:
             raise DataError(
                 f"the content vectors of {data.items_path!r} can't be written to the store {store.directory!r} "
@@ -142,8 +144,8 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
 def _write_content(store: Store, data: DataConfig, path: str) -> None:
     encode, seen = Encoder(store.item_ids), np.zeros(store.num_items, bool)
     array: np.ndarray | None = None
-    for ids, column, first_row in _rows(store, data, data.content_column):
-        vectors_RC = _vectors(column, ids, first_row, data)
+    for ids, column in _rows(store, data, data.content_column):
+        vectors_RC = _vectors(column, ids, data)
         if array is None and len(ids):
             width = vectors_RC.shape[1]
             check_space(store.directory, store.num_items * width * 4, data.items_path)
@@ -172,7 +174,7 @@ def categories_of(store: Store, data: DataConfig) -> np.ndarray | None:
         return None
     encode, seen = Encoder(store.item_ids), np.zeros(store.num_items, bool)
     all_rows, texts = [], []
-    for ids, column, _ in _rows(store, data, data.category_column):
+    for ids, column in _rows(store, data, data.category_column):
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(
@@ -197,8 +199,8 @@ def _path(data: DataConfig) -> str:
     return os.path.expanduser(data.items_path)
 
 
-def _rows(store: Store, data: DataConfig, column: str | None) -> Iterator[tuple[pa.Array, Any, int]]:
-    """(ids of the store's type, the values of a column if one is named, rows before these) of the table, streamed."""
+def _rows(store: Store, data: DataConfig, column: str | None) -> Iterator[tuple[pa.Array, Any]]:
+    """(ids of the store's type, the values of a column if one is named) of the table, streamed."""
     check_file(_path(data), _FIELD)
     table = open_table(_path(data), [data.item_column, *([column] if column else [])], ids=1, batch_rows=_BATCH_ROWS)
     # a table without types says nothing against events' ids of text
@@ -212,7 +214,7 @@ def _rows(store: Store, data: DataConfig, column: str | None) -> Iterator[tuple[
                 f"the item ids in column {table.columns[0]!r} of {data.items_path!r} are {here} but those of the "
                 f"events are {events}; convert one of them"
             )
-        yield ids, batch.column(1) if column else None, row
+        yield ids, batch.column(1) if column else None
         row += batch.num_rows
 
 
@@ -232,7 +234,7 @@ def _repeats(rows: np.ndarray) -> np.ndarray:
     return np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
 
 
-def _vectors(column: Any, ids: pa.Array, first_row: int, data: DataConfig) -> np.ndarray:
+def _vectors(column: Any, ids: pa.Array, data: DataConfig) -> np.ndarray:
     """float32 [R, C] of a column of lists."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)) or not (
