@@ -19,6 +19,7 @@ def validate(config: Config) -> None:
     _check_types(config)
     _check_ranges(config)
     _check_filters(config.data)
+    _check_items(config)
     _check_contradictions(config)
 
 
@@ -104,6 +105,26 @@ def _check_filters(data: DataConfig) -> None:
         raise ConfigError(
             f"config.data.drop_undone=True is about likes and dislikes, which "
             f"config.data.event_types={data.event_types} leaves out; set it to false"
+        )
+
+
+def _check_items(config: Config) -> None:
+    """Refuses columns of a table of items that is not given, and content that has no column."""
+    data, content = config.data, config.model.content
+    for name in ("content_column", "category_column"):
+        if getattr(data, name) and not data.items_path:
+            raise ConfigError(
+                f"config.data.{name}={getattr(data, name)} needs config.data.items_path, the table of items it is in"
+            )
+    if content != "none" and not data.content_column:
+        raise ConfigError(
+            f"config.model.content={content} needs config.data.items_path and config.data.content_column, the items' "
+            "vectors; name them, or set it to none"
+        )
+    if data.items_path and not (data.items_join or data.content_column or data.category_column):
+        raise ConfigError(
+            f"config.data.items_path={data.items_path} gives nothing with config.data.items_join=False and no column; "
+            "set config.data.content_column or category_column, or let its items join"
         )
 
 

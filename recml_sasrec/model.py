@@ -67,7 +67,10 @@ def take_rows(table_VD: jax.Array, items: jax.Array) -> jax.Array:
 
 
 class SASRec(nnx.Module):
-    """A batch's histories to hidden states; item scores are ``hidden @ item_table.T + item_bias``.
+    """A batch's histories to hidden states; item scores are ``hidden @ item_vectors(params).T + item_bias``.
+
+    With ``config.content`` an item's vector is its row of the table plus its content, projected. ``item_content`` and
+    ``item_warm`` start as zeros and are then filled in from the data, see ``with_content``.
 
     Args:
         num_items: V.
@@ -76,6 +79,7 @@ class SASRec(nnx.Module):
         mean_positives: mean number of targets of a training position; the item bias starts at its prior log-odds.
         rngs: of the initialisation.
         table_rows: rows of the item table, V if 0; those beyond V are no items.
+        content_width: C, numbers of an item's content.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class SASRec(nnx.Module):
         mean_positives: float,
         rngs: nnx.Rngs,
         table_rows: int = 0,
+        content_width: int = 0,
     ):
         self.config = config
         init = nnx.initializers.normal(INIT_STDDEV)
@@ -97,6 +102,10 @@ class SASRec(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.blocks)])
         # pre-norm blocks leave their sum unnormalised; post-norm ones expect a normalised input
         self.norm = nnx.LayerNorm(config.width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        if config.content != "none":
+            self.item_content = nnx.Param(jnp.zeros((rows, content_width)))
+            self.content_projection = nnx.Param(init(rngs.params(), (content_width, config.width), jnp.float32))
+            self.item_warm = nnx.Param(jnp.zeros(rows))  # 1: the item has a training event
 
     def __call__(
         self,
@@ -108,13 +117,15 @@ class SASRec(nnx.Module):
     ) -> jax.Array:
         """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped.
 
-        ``lookup(item_table, items_BN)`` gives the items' rows [B, N, D].
+        ``lookup(table, items_BN)`` gives the items' rows of the table [B, N, D] and of the content [B, N, C].
         """
         config = self.config
         keys = [None] * (config.blocks + 1)
         if dropout_key is not None and config.dropout:
             keys = list(jax.random.split(dropout_key, config.blocks + 1))
         x_BND = lookup(self.item_table[...], items_BN) + self.position_table[...][positions_BN]
+        if config.content != "none":  # rows first: all items' vectors are the head's alone
+            x_BND += lookup(self.item_content[...], items_BN) @ self.content_projection[...]
         x_BND = x_BND.astype(config.dtype)
         if config.norm == "post":
             x_BND = self.norm(x_BND)
@@ -126,8 +137,31 @@ class SASRec(nnx.Module):
 
 
 def item_vectors(params: dict[str, Any]) -> jax.Array:
-    """float32 [rows, D] what hidden states are scored against: the item table."""
-    return params["item_table"]
+    """float32 [rows, D] what hidden states are scored against: the item table, and projected content if there is."""
+    if "item_content" not in params:
+        return params["item_table"]
+    return params["item_table"] + params["item_content"] @ params["content_projection"]
+
+
+def ranking_bias(params: dict[str, Any]) -> jax.Array | None:
+    """float32 [rows] item bias when ranking, None without one: a cold item's is the mean of the warm ones'.
+
+    A bias learns how often an item is met, of which nothing is known for a cold one.
+    """
+    bias = params.get("item_bias")
+    if bias is None or "item_warm" not in params:
+        return bias
+    warm = params["item_warm"] > 0
+    return jnp.where(warm, bias, jnp.sum(bias, where=warm) / jnp.maximum(jnp.sum(warm), 1))
+
+
+GIVEN = {"none": (), "fixed": ("item_content", "item_warm"), "trainable": ("item_warm",)}
+
+
+def split_given(params: dict[str, Any], content: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what training changes, what it takes as given: it has no gradient and no moments)."""
+    given = {name: params[name] for name in GIVEN[content]}
+    return {name: leaf for name, leaf in params.items() if name not in given}, given
 
 
 def attention_mask(segment_ids_BN: jax.Array) -> jax.Array:

@@ -22,10 +22,11 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW under the schedule, or ``config.table`` on the item table; biases and norms are not decayed."""
+    """AdamW under the schedule, or ``config.table`` on the item table; biases, norms and content are not decayed."""
 
     def decayed(params):
-        return jax.tree.map(lambda p: p.ndim > 1, params)
+        # content vectors are data: decay would fade those of items that have no gradient
+        return {name: jax.tree.map(lambda p: p.ndim > 1 and name != "item_content", p) for name, p in params.items()}  # noqa: B023
 
     parts = [
         _scaling(config),

@@ -77,13 +77,15 @@ class Recommender:
             raise CheckpointError(f"{workdir} has no checkpoint yet; let its training go on to the first one")
         config.mesh = MeshConfig()
         layout = make_layout(config, len(item_ids))
-        _, init = make_model(config, len(item_ids), 1.0, layout.table_rows)
-        graphdef, shapes = model.abstract(init)
-        like = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout.of(shapes)
-        )
         with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric, reading=True) as checkpoints:
-            params = checkpoints.restore_params(checkpoints.find(str(checkpoint)), like)
+            step = checkpoints.find(str(checkpoint))
+            content_width = checkpoints.info(step).get("content_width", 0)
+            _, init = make_model(config, len(item_ids), 1.0, layout.table_rows, content_width)
+            graphdef, shapes = model.abstract(init)
+            like = jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout.of(shapes)
+            )
+            params = checkpoints.restore_params(step, like)
         return cls(config, item_ids, layout, graphdef, params)
 
     def recommend(
@@ -127,20 +129,20 @@ class Recommender:
         lists: list[list[tuple[RawId, float]]] = [[] for _ in seen]
         pending: tuple[np.ndarray, jax.Array, jax.Array] | None = None
         longest = max(map(len, allowed_lists or ()), default=0)
+        bias = model.ranking_bias(self._params)
         for users, rows in _batches(able, max(k, longest)):
             dropped = [blocked_lists[user] if blocked_lists else _NONE for user in users]
             if filter_seen:
                 dropped = [np.union1d(items, seen[user]) for items, user in zip(dropped, users, strict=True)]
             hidden = self._encode(self._params, self._queries([seen[user] for user in users], rows))
-            table, bias = self._table, self._params.get("item_bias")
             if allowed_lists:
                 listed = [np.setdiff1d(allowed_lists[user], drop) for user, drop in zip(users, dropped, strict=True)]
                 listed = listed if mask is None else [items[mask[items]] for items in listed]
                 padded = _padded(listed, rows)
-                scores, ids = top_k_listed_jit(hidden, table, padded, min(k, padded.shape[1]), bias=bias)
+                scores, ids = top_k_listed_jit(hidden, self._table, padded, min(k, padded.shape[1]), bias=bias)
             else:
                 exclude = _padded(dropped, rows) if filter_seen or blocked_lists else None
-                scores, ids = self._top_k(hidden, table, k, bias=bias, exclude=exclude, candidates=candidates)
+                scores, ids = self._top_k(hidden, self._table, k, bias=bias, exclude=exclude, candidates=candidates)
             # the device ranks this batch while the host names the items of the one before
             if pending is not None:
                 self._name(lists, *pending)

@@ -17,7 +17,7 @@ from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.data.loader import Data
-from recml_sasrec.model import item_vectors
+from recml_sasrec.model import item_vectors, ranking_bias
 from recml_sasrec.preemption import Interrupted, StopRequest
 from recml_sasrec.ranking import evaluation
 from recml_sasrec.ranking.evaluation import Which
@@ -47,33 +47,58 @@ class Run:
         self.config, self.data = config, data
         self.layout = sharding.make_layout(config, data.store.num_items)
         self.mean_positives = data.mean_positives(config)
+        self.content_width = 0 if data.content is None else data.content.shape[1]
         self.graphdef, self._init_model = make_model(
-            config, data.store.num_items, self.mean_positives, self.layout.table_rows
+            config, data.store.num_items, self.mean_positives, self.layout.table_rows, self.content_width
         )
         self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
         self.schedule = optim.make_schedule(config.optimizer, config.train.steps)
         init = lambda: init_state(self._init_model, self.optimizer)  # noqa: E731
         abstract = jax.eval_shape(init)
         self.shardings: TrainState = self.layout.of(abstract)
-        self.init = jax.jit(init, out_shardings=self.shardings)
+        self._init = jax.jit(init, out_shardings=self.shardings)
         self.abstract_state: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, self.shardings
         )
         self._encode = jax.jit(make_encoder(self.graphdef, self.layout), out_shardings=self.layout.replicated)
         self._top_k = top_k_over(self.layout)
 
+    def init(self) -> TrainState:
+        """A fresh state, with the content of the items where the model has it."""
+        state = self._init()
+        if self.data.content is None:
+            return state
+        params, shardings = state.params, self.shardings.params
+        put = lambda name, rows_VX: self.layout.put_rows(rows_VX, shardings[name])  # noqa: E731
+        given = {"item_content": put("item_content", self.data.content), "item_warm": put("item_warm", self._warm())}
+        # what a cold item is known by is its content alone
+        table = jax.jit(lambda table_VD, warm_V: table_VD * warm_V[:, None], donate_argnums=0)
+        return state._replace(params=params | given | {"item_table": table(params["item_table"], given["item_warm"])})
+
+    def _warm(self) -> np.ndarray:
+        """float32 [V]: 1 for items with a training event."""
+        return (evaluation.train_counts(self.data) > 0).astype(np.float32)
+
     def overview(self) -> str:
-        """The data and the model in three lines."""
+        """The data and the model in three lines, and one of the content if there is."""
         store, config = self.data.store, self.config
-        counts = {name: sum(x.size for x in jax.tree.leaves(p)) for name, p in self.abstract_state.params.items()}
+        params = {name: p for name, p in self.abstract_state.params.items() if name != "item_warm"}
+        counts = {name: sum(x.size for x in jax.tree.leaves(p)) for name, p in params.items()}
         parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        content = ""
+        if self.data.content is not None:
+            cold = int((self._warm() == 0).sum())
+            content = (
+                f"\ncontent: {self.content_width} numbers an item, {config.model.content}; {cold:,} items without a "
+                "training event are left out of the loss and ranked by their content"
+            )
         return (
             f"data: {store.num_users:,} users, {store.num_items:,} items, {len(store.items):,} events; "
             f"{self.data.split.description}\n"
             f"batches: {config.train.batch_size} rows x {config.data.length} positions, "
             f"next {config.data.targets} events ({self.mean_positives:.2f} distinct items a position), "
             f"{self.data.steps_per_epoch(config):.1f} steps an epoch\n"
-            f"model: {sum(counts.values()):,} parameters ({parts})"
+            f"model: {sum(counts.values()):,} parameters ({parts}){content}"
         )
 
     def batches(self, start_step: int) -> Generator[Batch, None, None]:
@@ -120,13 +145,20 @@ class Run:
         """What a checkpoint says of its run.
 
         Raises:
-            ConfigError: it is of other items; a restore would cut its table to this one's rows.
+            ConfigError: it is of other items or lengths of content; a restore would cut its arrays to these.
         """
         info = checkpoints.info(step)
         if info["vocabulary"] != self.data.store.vocabulary:
             raise ConfigError(
                 f"the checkpoint of step {step} in {checkpoints.directory} is of other items than this data's "
                 f"{self.data.store.num_items:,}; give the data it was trained on or use another --workdir"
+            )
+        width = info.get("content_width", 0)
+        if width != self.content_width:
+            raise ConfigError(
+                f"the checkpoint of step {step} in {checkpoints.directory} has content of {width} numbers an item, but "
+                f"config.data.items_path has {self.content_width}; give the vectors it was trained on or use another "
+                "--workdir"
             )
         return info
 
@@ -143,6 +175,7 @@ class Run:
         return {
             "config": dataclasses.asdict(self.config),
             "vocabulary": self.data.store.vocabulary,
+            "content_width": self.content_width,
             "progress": dataclasses.asdict(progress),
         }
 
@@ -179,7 +212,7 @@ class Run:
             self.data,
             lambda queries: self._encode(params, queries),
             item_vectors(params),
-            params.get("item_bias"),
+            ranking_bias(params),
             which,
             should_stop=lambda: stop.poll(at_once=True),
             top_k=self._top_k,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,7 @@ from recml_sasrec.heads.placement import DATA, ITEMS
 log = logging.getLogger("recml_sasrec")
 
 # Leaves of the state, params and moments alike, with one of these names on their path and a row an item are split.
-BY_ITEM = ("item_table", "item_bias")
+BY_ITEM = ("item_table", "item_bias", "item_content", "item_warm")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,19 @@ class Layout:
         names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
         by_item = names.intersection(BY_ITEM) and leaf.shape[:1] == (self.table_rows,)
         return P(ITEMS, *[None] * (leaf.ndim - 1)) if by_item else P()
+
+    def put_rows(self, rows_VX: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """An array with a row an item on the devices, followed by zeros up to the rows of the table.
+
+        A process reads only the rows of its own devices: the array may be mapped from a file.
+        """
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.table_rows)
+            own = np.asarray(rows_VX[start:stop])
+            return np.pad(own, [(0, stop - start - len(own)), *[(0, 0)] * (own.ndim - 1)])
+
+        return jax.make_array_from_callback((self.table_rows, *rows_VX.shape[1:]), sharding, part)
 
     def of_rows(self, rows: int) -> "Layout":
         """The same for batches of so many rows, which may not divide among the devices."""

@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 from recml_sasrec import heads
 from recml_sasrec.config import Config, HeadConfig
 from recml_sasrec.data.batch import Batch, QueryBatch
-from recml_sasrec.model import SASRec, abstract, item_vectors, take_rows
+from recml_sasrec.heads.arguments import NO_ITEM
+from recml_sasrec.model import SASRec, abstract, item_vectors, split_given, take_rows
 from recml_sasrec.sharding import Layout
 
 Params = dict[str, Any]
@@ -54,24 +55,25 @@ class TrainState(NamedTuple):
 
 
 def make_model(
-    config: Config, num_items: int, mean_positives: float, table_rows: int = 0
+    config: Config, num_items: int, mean_positives: float, table_rows: int = 0, content_width: int = 0
 ) -> tuple[nnx.GraphDef, Callable[[], SASRec]]:
     """The model's graph definition and the function that initialises it from the run's seed."""
 
     def init() -> SASRec:
         rngs = nnx.Rngs(config.train.seed)
-        return SASRec(num_items, config.data.length, config.model, mean_positives, rngs, table_rows)
+        return SASRec(num_items, config.data.length, config.model, mean_positives, rngs, table_rows, content_width)
 
     return abstract(init)[0], init
 
 
 def init_state(init_model: Callable[[], SASRec], optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state; trace it with ``jax.eval_shape`` for the shapes alone."""
-    params = nnx.to_pure_dict(nnx.state(init_model(), nnx.Param))
+    model = init_model()
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(split_given(params, model.config.content)[0]),
         metrics=Metrics.zeros(),
     )
 
@@ -106,8 +108,20 @@ def head_loss(
         "sampled_bce": heads.sampled_bce,
     }
     head = functions[config.name]
-    loss, counts, *ranks = head(hidden, table, targets, params.get("item_bias"), weights, **options)
+    loss, counts, *ranks = head(hidden, table, targets, training_bias(params), weights, **options)
     return loss, (counts, heads.RankSums.of(ranks[0]) if ranks else heads.RankSums.zeros())
+
+
+def training_bias(params: Params) -> jax.Array | None:
+    """float32 [rows] item bias in the loss, None without one: no logit of a cold item survives it.
+
+    An item without a training event would be a negative of every position, and its content would be taught to be
+    nobody's taste. Its terms of the loss, and all their derivatives, are exactly 0.
+    """
+    bias = params.get("item_bias")
+    if "item_warm" not in params:
+        return bias
+    return jnp.where(params["item_warm"] > 0, 0.0 if bias is None else bias, NO_ITEM)
 
 
 def make_train_step(
@@ -124,16 +138,16 @@ def make_train_step(
         loss, stats = head_loss(config.head, hidden, params, batch.targets, batch.weights, head_key, layout)
         return loss * share, stats
 
-    gradient = jax.value_and_grad(micro_loss, has_aux=True)
-
     def train_step(state: TrainState, batch: Batch) -> TrainState:
         # the key depends on nothing but seed and step, so a resumed run draws what the uninterrupted one would have
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        params, given = split_given(state.params, config.model.content)
+        gradient = jax.value_and_grad(lambda params, *rest: micro_loss(params | given, *rest), has_aux=True)
         if parts == 1:
-            (loss, (counts, ranks)), grads = gradient(state.params, batch, key, 1.0)
+            (loss, (counts, ranks)), grads = gradient(params, batch, key, 1.0)
         else:
-            (loss, (counts, ranks)), grads = accumulate(gradient, state.params, batch, key, parts)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            (loss, (counts, ranks)), grads = accumulate(gradient, params, batch, key, parts)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         step = state.step + 1
@@ -146,7 +160,7 @@ def make_train_step(
             ranks=state.metrics.ranks + ranks,
             bad_step=jnp.where((state.metrics.bad_step < 0) & ~finite, step, state.metrics.bad_step),
         )
-        return TrainState(step, optax.apply_updates(state.params, updates), opt_state, metrics)
+        return TrainState(step, optax.apply_updates(params, updates) | given, opt_state, metrics)
 
     return train_step
 

@@ -6,6 +6,10 @@ SASRec of width 64, 2 blocks, 2 heads, N 50, next item, full-catalogue cut_bce, 
 process of its own, bound to one core unless --cores says otherwise; its peak memory is its own. A real token is an
 input position that is not padding. The host time is that of the same loop around a compiled function that does
 nothing.
+
+    python scripts/bench_train.py --items 100000 --content 128
+
+adds items without events to the catalogue, and rows with random content vectors of so many numbers.
 """
 
 import argparse
@@ -21,9 +25,10 @@ import tempfile
 import time
 
 TOKENS = 2_050  # positions of a batch
+CONTENT = ("fixed", "trainable")
 
 
-def measure(data: str, cache: str, pack: bool, steps: int, repeats: int) -> dict[str, float]:
+def measure(data: str, cache: str, case: str, items_path: str, steps: int, repeats: int) -> dict[str, float]:
     """Runs in a process of its own, after its cores are set."""
     import jax
     import numpy as np
@@ -34,7 +39,11 @@ def measure(data: str, cache: str, pack: bool, steps: int, repeats: int) -> dict
 
     config = Config()
     config.data.source, config.data.path, config.data.cache = "lines", data, cache
+    pack = case != "unpacked"
     config.data.length, config.data.targets, config.data.pack = 50, 1, pack
+    if items_path:
+        config.data.items_path, config.data.item_column, config.data.content_column = items_path, "item", "content"
+        config.model.content = case if case in CONTENT else "none"
     config.split.kind = "leave_last"
     config.model.norm, config.model.dropout = "post", 0.5
     config.train.batch_size = TOKENS // config.data.length if pack else 128
@@ -74,6 +83,18 @@ def measure(data: str, cache: str, pack: bool, steps: int, repeats: int) -> dict
     }
 
 
+def write_items(path: str, items: int, width: int) -> None:
+    """A table of items 0, 1, ... with random vectors of norm 1."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    vectors = np.random.default_rng(0).normal(size=(items, width)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    content = pa.FixedSizeListArray.from_arrays(vectors.ravel(), width)
+    pq.write_table(pa.table({"item": np.arange(items), "content": content}), path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     beside = pathlib.Path(__file__).resolve().parents[2] / "shared/data/s3rec-beauty/Beauty.txt"
@@ -81,24 +102,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a repetition")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cores", type=int, default=1)
-    parser.add_argument("--child", choices=("packed", "unpacked"), help=argparse.SUPPRESS)
+    parser.add_argument("--items", type=int, default=100_000, help="of the catalogue, with --content")
+    parser.add_argument("--content", type=int, default=0, help="numbers of an item's content vector; 0: no such rows")
+    parser.add_argument("--child", choices=("packed", "unpacked", *CONTENT), help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
+    parser.add_argument("--items-path", default="", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-flags.cores :])
-        print(json.dumps(measure(flags.data, flags.cache, flags.child == "packed", flags.steps, flags.repeats)))
+        arguments = flags.data, flags.cache, flags.child, flags.items_path, flags.steps, flags.repeats
+        print(json.dumps(measure(*arguments)))
         return
     print(f"{platform.machine()}, {flags.cores} core(s); median of {flags.repeats} x {flags.steps} steps\n")
     print("| batches | real tokens/s (slowest to fastest) | s/epoch | real positions | peak memory | host ms/step |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as cache:
-        for name in ("packed", "unpacked"):
+        items_path = os.path.join(cache, "items.parquet") if flags.content else ""
+        if flags.content:
+            write_items(items_path, flags.items, flags.content)
+        for name in ("packed", *CONTENT) if flags.content else ("packed", "unpacked"):
             command = [sys.executable, __file__, "--child", name, "--cache", cache, "--data", flags.data]
-            command += ["--steps", str(flags.steps), "--repeats", str(flags.repeats), "--cores", str(flags.cores)]
+            command += ["--items-path", items_path, "--steps", str(flags.steps)]
+            command += ["--repeats", str(flags.repeats), "--cores", str(flags.cores)]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             row = json.loads(out.splitlines()[-1])
+            label = f"packed, content {name}" if name in CONTENT else name
             print(
-                f"| {name} | {row['tokens_per_s']:,.0f} ({row['slowest']:,.0f} to {row['fastest']:,.0f}) "
+                f"| {label} | {row['tokens_per_s']:,.0f} ({row['slowest']:,.0f} to {row['fastest']:,.0f}) "
                 f"| {row['epoch_s']:.1f} | {row['fill']:.1%} | {row['peak_gb']:.2f} GB | {row['host_ms']:.2f} |",
                 flush=True,
             )

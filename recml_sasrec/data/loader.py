@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from recml_sasrec.config import Config
-from recml_sasrec.data import hub, queries, synthetic, yambda
+from recml_sasrec.data import catalogue, hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
@@ -69,10 +69,11 @@ def open_data(config: Config) -> "Data":
     Raises:
         DataError: whatever is wrong with the source or the split.
     """
-    store = open_store_of(config)
+    store = catalogue.joined(open_store_of(config), config.data, os.path.join(cache_folder(config), "stores"))
     if store.num_items < 2:
         raise DataError(f"the data has {store.num_items} item but ranking needs at least 2 items; give more events")
-    return Data(store, make_split(store, config.split))
+    content = None if config.model.content == "none" else catalogue.content_of(store, config.data)
+    return Data(store, make_split(store, config.split), content)
 
 
 class TrainBatches:
@@ -136,9 +137,10 @@ class TrainBatches:
 class Data:
     """An opened source: what the trainer and the evaluation read."""
 
-    def __init__(self, store: Store, split: Split) -> None:
+    def __init__(self, store: Store, split: Split, content: np.ndarray | None = None) -> None:
         self.store = store
         self.split = split
+        self.content = content  # float32 [V, C], mapped; None: the model has none
         self._windows: tuple[tuple, Windows, Pattern] | None = None
 
     def train_batches(self, config: Config, start_step: int = 0, shard: tuple[int, int] = (0, 1)) -> "TrainIterator":

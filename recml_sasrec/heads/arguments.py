@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 Reduction = Literal["token_mean", "mean", "sum", "none"]
-_NO_ITEM = -1e30  # a bias
+NO_ITEM = -1e30  # a bias that no logit survives
 
 
 def as_arrays(*arrays):
@@ -36,7 +36,7 @@ def without_padding(targets, bias, rows: int, num_items: int | None):
     if not 0 < num_items < rows:
         raise ValueError(f"num_items must be 1 to {rows}, the rows of the table, got {num_items}")
     bias = jnp.zeros(rows) if bias is None else bias.astype(jnp.float32)
-    bias = jnp.where(jnp.arange(rows) < num_items, bias, _NO_ITEM)
+    bias = jnp.where(jnp.arange(rows) < num_items, bias, NO_ITEM)
     return jnp.where(targets.astype(jnp.int32) < num_items, targets, -1), bias, num_items
 
 

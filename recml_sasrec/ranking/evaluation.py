@@ -212,6 +212,9 @@ def protocol(config: Config, data, which: Which) -> dict[str, Any]:
         "metric version": evaluation.metric_version,
         "baselines": "counted on training events only",
     }
+    if config.model.content != "none":
+        cold = int((train_counts(data) == 0).sum())
+        lines["cold items"] = f"{cold:,} without a training event, by their content; bias the mean of the others'"
     if "decay_pop" in evaluation.baselines and data.store.has_time:
         lines["decay_pop"] = _hours_line(config, data, "decay_pop", evaluation.decay_hours)
     if "item_knn" in evaluation.baselines and data.store.has_time:
