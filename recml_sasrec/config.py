@@ -29,8 +29,8 @@ class DataConfig:
     path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it;
     # with yambda also a directory laid out like the hub's (flat/50m/listens.parquet)
     revision: str = ""  # source=yambda: branch, tag or commit of the hub's repository; empty: its main branch
-    # a table of items, parquet or CSV, with item_column: they join the catalogue, with or without events
-    items_path: str = ""
+    items_path: str = ""  # a table of items, parquet or CSV, with item_column
+    items_join: bool = True  # its items join the catalogue, with or without events; false: only those with events count
     content_column: str = ""  # of items_path: a list of numbers for each item, all of one length
     category_column: str = ""  # of items_path: text or an integer for each item
     cache: str = ""  # folder of stores and generated files; empty: $RECML_SASREC_CACHE or ~/.cache/recml_sasrec

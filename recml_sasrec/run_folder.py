@@ -30,7 +30,8 @@ CHANGEABLE = (
     "evaluation.",
     "mesh.",
     "data.cache",
-    "data.path",  # the events themselves are compared
+    "data.path",  # the events and items themselves are compared
+    "data.items_path",
 )
 
 
@@ -40,7 +41,11 @@ def open_together(config: Config) -> Data:
     Raises:
         ConfigError, DataError: they don't, or whatever is wrong with the source or the split.
     """
-    names = [name for name in configs.field_names(config) if not name.startswith(("data.path", "data.cache"))]
+    names = [
+        name
+        for name in configs.field_names(config)
+        if not name.startswith(("data.path", "data.items_path", "data.cache"))
+    ]
     hosts.check_same({f"config.{name}": configs.get_field(config, name) for name in names})
     data = hosts.together(lambda: open_data(config), waiting_for="it reads the data")
     if hosts.count() > 1:

@@ -48,27 +48,42 @@ def read_table(path: str, user_column: str, item_column: str, time_column: str) 
     Raises:
         DataError: a missing file or column, a broken file, or a null, negative or overflowing value.
     """
-    check_file(path)
-    rows = 0
-    if _is_parquet(path):
-        file = open_parquet(path)
-        rows = file.metadata.num_rows
-        names = file.schema_arrow.names
-        columns = [find_column(path, names, name) for name in (user_column, item_column, time_column) if name]
-        batches = parquet_batches(path, file, columns, _BATCH_ROWS)
-        integers: tuple[bool | None, ...] = (None, None)
-    else:
-        delimiter, names = _header(path, (user_column, item_column))
-        columns = [find_column(path, names, name) for name in (user_column, item_column, time_column) if name]
-        stat = os.stat(path)
-        integers = _csv_integers(path, stat.st_size, stat.st_mtime_ns, delimiter, tuple(names), tuple(columns[:2]))
-        batches = _csv_batches(path, delimiter, names, columns)
+    table = open_table(path, [name for name in (user_column, item_column, time_column) if name], ids=2)
+    columns, integers = table.columns, table.integers
     row = 0
-    for batch in batches:
+    for batch in table.batches:
         user, item = (as_ids(batch.column(i), columns[i], path, row, integers[i]) for i in (0, 1))
         time = as_seconds(batch.column(2), columns[2], path, row) if time_column else None
         row += batch.num_rows
-        yield EventBatch(user, item, time, row / rows if rows else 0.0)
+        yield EventBatch(user, item, time, row / table.rows if table.rows else 0.0)
+
+
+class Table(NamedTuple):
+    """Columns of an opened parquet or text file."""
+
+    columns: list[str]  # as the file names them
+    integers: tuple[bool | None, ...]  # of the columns of ids: whether text holds integers, None for parquet's types
+    rows: int  # 0: unknown
+    batches: Iterator[pa.RecordBatch]  # of the columns, those of a text file as text
+
+
+def open_table(path: str, wanted: Sequence[str], ids: int, batch_rows: int = _BATCH_ROWS) -> Table:
+    """Opens a table to stream the wanted columns, of which the first ``ids`` hold ids.
+
+    Raises:
+        DataError: a broken file, or one without these columns.
+    """
+    check_file(path)
+    if _is_parquet(path):
+        file = open_parquet(path)
+        columns = [find_column(path, file.schema_arrow.names, name) for name in wanted]
+        batches = parquet_batches(path, file, columns, batch_rows)
+        return Table(columns, (None,) * ids, file.metadata.num_rows, batches)
+    delimiter, names = _header(path, wanted[:2])
+    columns = [find_column(path, names, name) for name in wanted]
+    stat = os.stat(path)
+    integers = _csv_integers(path, stat.st_size, stat.st_mtime_ns, delimiter, tuple(names), tuple(columns[:ids]))
+    return Table(columns, integers, 0, _csv_batches(path, delimiter, names, columns))
 
 
 def read_lines(path: str) -> Iterator[EventBatch]:
@@ -88,14 +103,14 @@ def read_lines(path: str) -> Iterator[EventBatch]:
         yield EventBatch(user, item, None)
 
 
-def check_file(path: str) -> None:
-    """Raises DataError unless ``path`` is a non-empty file."""
+def check_file(path: str, name: str = "config.data.path") -> None:
+    """Raises DataError unless ``path``, given as the field ``name``, is a non-empty file."""
     if not os.path.exists(path):
-        raise DataError(f"data file {path!r} does not exist; check config.data.path")
+        raise DataError(f"data file {path!r} does not exist; check {name}")
     if not os.path.isfile(path):
-        raise DataError(f"data file {path!r} is not a file; give config.data.path one parquet, CSV, TSV or text file")
+        raise DataError(f"data file {path!r} is not a file; give {name} one parquet, CSV, TSV or text file")
     if os.path.getsize(path) == 0:
-        raise DataError(f"data file {path!r} is empty (0 bytes); give a file with at least one event")
+        raise DataError(f"data file {path!r} is empty (0 bytes); give a file with at least one row")
 
 
 def find_column(path: str, names: Sequence[str], name: str) -> str:
@@ -214,7 +229,7 @@ def _no_nulls(column: pa.Array, name: str, path: str, first_row: int) -> None:
     if column.null_count:
         row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise DataError(
-            f"column {name!r} of {path!r} has no value in row {row + 1}; every event needs one: fill or remove the row"
+            f"column {name!r} of {path!r} has no value in row {row + 1}; every row needs one: fill or remove it"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from recml_sasrec.config import Config
-from recml_sasrec.data import hub, queries, synthetic, yambda
+from recml_sasrec.data import catalogue, hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
@@ -69,7 +69,7 @@ def open_data(config: Config) -> "Data":
     Raises:
         DataError: whatever is wrong with the source or the split.
     """
-    store = open_store_of(config)
+    store = catalogue.joined(open_store_of(config), config.data, os.path.join(cache_folder(config), "stores"))
     if store.num_items < 2:
         raise DataError(f"the data has {store.num_items} item but ranking needs at least 2 items; give more events")
     return Data(store, make_split(store, config.split))

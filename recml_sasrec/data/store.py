@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -118,8 +119,17 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
     Raises:
         DataError: no events, bad values, mixed types of ids, too little disk.
     """
+    source = source or os.path.abspath(directory)
+    return build_in_place(lambda work: _build(read, work, fingerprint, source), directory, fingerprint, source)
+
+
+def build_in_place(build: Callable[[str], None], directory: str, fingerprint: str, source: str) -> Store:
+    """Opens the store of a fingerprint, or has ``build`` write it to a temporary folder, renamed when complete.
+
+    Raises:
+        DataError: too little disk, a folder that can't be written, or what ``build`` raises.
+    """
     directory = os.path.abspath(directory)
-    source = source or directory
     try:
         store = open_store(directory)
         if store.fingerprint == fingerprint:
@@ -141,7 +151,7 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
     begin = time.perf_counter()
     try:
         with unfinished(work):
-            _build(read, work, fingerprint, source)
+            build(work)
             _put_in_place(work, directory, fingerprint)
     except OSError as error:
         raise DataError(
@@ -218,14 +228,14 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
     for name, ids in (("users", user_ids), ("items", item_ids)):
         if len(ids) > _MAX_IDS:
             raise DataError(f"{source!r} has {len(ids)} {name}, over the limit {_MAX_IDS} (int32); use a part of it")
-    _check_space(work, events, user_ids, item_ids, source)
-    _write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
-    _write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
+    check_space(work, events * (4 + 8) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes, source)
+    write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
+    write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
     offsets = np.zeros(len(user_ids) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     np.save(os.path.join(work, "offsets.npy"), offsets)
-    item_map = _create(os.path.join(work, "items.npy"), events, np.int32)
-    time_map = _create(os.path.join(work, "timestamps.npy"), events, np.int64)
+    item_map = create_array(os.path.join(work, "items.npy"), (events,), np.int32)
+    time_map = create_array(os.path.join(work, "timestamps.npy"), (events,), np.int64)
     _scatter(read, Encoder(user_ids), Encoder(item_ids), offsets, item_map, time_map, source)
     first, last = _sort_users(offsets, item_map, time_map, sort=has_time)
     item_map.flush()
@@ -242,13 +252,18 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
         "last_time": last,
         "vocabulary": vocabulary_fingerprint(item_ids),
     }
+    write_meta(work, meta)
+
+
+def write_meta(work: str, meta: dict[str, Any]) -> None:
+    """Writes what ``open_store`` says of a store beside its arrays."""
     with open(os.path.join(work, "meta.json"), "w") as file:
         json.dump(meta, file, indent=1)
 
 
-def _check_space(folder: str, events: int, user_ids: pa.Array, item_ids: pa.Array, source: str) -> None:
-    """Refuses to begin what the disk has no room for."""
-    needed = events * (4 + 8) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes + _HEADERS
+def check_space(folder: str, arrays: int, source: str) -> None:
+    """Refuses to begin arrays of so many bytes that the disk of a store's temporary folder has no room for."""
+    needed = arrays + _HEADERS
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
@@ -257,8 +272,9 @@ def _check_space(folder: str, events: int, user_ids: pa.Array, item_ids: pa.Arra
         )
 
 
-def _create(path: str, length: int, dtype: type) -> np.memmap:
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
+def create_array(path: str, shape: tuple[int, ...], dtype: type) -> np.memmap:
+    """A new .npy file of zeros, mapped into memory to be written."""
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     if hasattr(os, "posix_fallocate"):  # a full disk is then an error here, not a bus error while writing
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
@@ -329,7 +345,8 @@ def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, 
     return low, high
 
 
-def _write_ids(path: str, ids: pa.Array) -> None:
+def write_ids(path: str, ids: pa.Array) -> None:
+    """Writes raw ids as ``read_ids`` reads them."""
     table = pa.table({"id": ids})
     # One record batch, so that the mapped column is one contiguous array.
     with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:

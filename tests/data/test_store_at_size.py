@@ -77,7 +77,7 @@ def test_rows_above_2_to_the_32_are_written_sorted_split_and_batched(far_store, 
 def test_no_room_is_said_before_writing_with_the_bytes_needed(tmp_path, monkeypatch):
     users, items, times = shuffled()
     written = []
-    monkeypatch.setattr(store_module, "_write_ids", lambda *_: written.append(1))
+    monkeypatch.setattr(store_module, "write_ids", lambda *_: written.append(1))
     free = collections.namedtuple("free", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free(10**6, 10**6 - 9_999, 9_999))
     with pytest.raises(
