@@ -23,7 +23,7 @@ import optax
 import pyarrow as pa
 
 from recml_sasrec import config as configs
-from recml_sasrec import new_rows, optim, run_folder
+from recml_sasrec import hosts, new_rows, optim, run_folder
 from recml_sasrec.checkpoint import CheckpointError, Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.catalogue import categories_of, content_of
@@ -50,7 +50,7 @@ class Base:
     folder: pathlib.Path
     config: Config
     item_ids: pa.Array
-    step: int  # of the checkpoint
+    step: int = 0  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,14 @@ def open_base(config: Config, workdir: pathlib.Path) -> Base | None:
     Raises:
         ConfigError, CheckpointError: there is no such run or checkpoint, or its model is another.
     """
-    if not config.init.from_run:
+    base = hosts.together(lambda: _read(config, workdir)) if config.init.from_run else None
+    if base is None:
         return None
+    with hosts.watched(), _checkpoints(base.folder, base.config) as checkpoints:
+        return dataclasses.replace(base, step=checkpoints.find(config.init.checkpoint))
+
+
+def _read(config: Config, workdir: pathlib.Path) -> Base | None:
     folder, field = pathlib.Path(config.init.from_run).expanduser(), f"config.init.from_run={config.init.from_run}"
     if folder.resolve() == workdir.resolve():
         raise ConfigError(f"{field} is --workdir itself; name the folder of another run, or another --workdir")
@@ -83,9 +89,7 @@ def open_base(config: Config, workdir: pathlib.Path) -> Base | None:
     _check_model(config, base)
     if not run_folder.has_checkpoint(folder):
         raise CheckpointError(f"{field} has no checkpoint yet; let its training go on to the first one")
-    with _checkpoints(folder, base) as checkpoints:
-        step = checkpoints.find(config.init.checkpoint)
-    return Base(folder, base, run_folder.read_item_ids(folder, marks), step)
+    return Base(folder, base, run_folder.read_item_ids(folder, marks))
 
 
 def _checkpoints(folder: pathlib.Path, config: Config) -> Checkpoints:
@@ -164,7 +168,8 @@ def _with_events(store: Store) -> np.ndarray:
 def sentence(report: dict[str, Any]) -> str:
     """The report for the console."""
     items, positions = report["items"], report["positions"]
-    (fate, vanished), added = *items["vanished"].items(), items["added"]
+    ((fate, vanished),) = items["vanished"].items()
+    added = items["added"]
     rules = ", ".join(f"{count:,} by {name}" for name, count in added.items())
     return (
         f"grown from {report['from_run']} (step {report['checkpoint']}): {items['kept']:,} items kept, "
@@ -198,14 +203,14 @@ def grown_state(run: Run, growth: Growth) -> TrainState:
             fitted = new_rows.fitted(growth.content, growth.source, params["item_table"], rows, sharding)
         count = 0 if categories is None else int(categories.max(initial=-1)) + 1
         grow = functools.partial(grown_params, num_categories=count)
-        grow = jax.jit(grow, out_shardings=run.shardings.params, donate_argnums=1)
-        new_params = grow(params, fresh.params, source, categories, fitted)
+        place = jax.jit(grow, out_shardings=run.shardings.params, donate_argnums=1)
+        new_params = place(params, fresh.params, source, categories, fitted)
         del params
         opt_state = checkpoints.restore_opt_state(base.step, placed(jax.eval_shape(optimizer.init, like)))
     fresh_table = run.config.optimizer.table != base.config.optimizer.table
-    grow = functools.partial(grown_moments, fresh_table=fresh_table)
-    grow = jax.jit(grow, out_shardings=run.shardings.opt_state, donate_argnums=1)
-    return TrainState(fresh.step, new_params, grow(opt_state, fresh.opt_state, source), fresh.metrics)
+    move = functools.partial(grown_moments, fresh_table=fresh_table)
+    moved = jax.jit(move, out_shardings=run.shardings.opt_state, donate_argnums=1)
+    return TrainState(fresh.step, new_params, moved(opt_state, fresh.opt_state, source), fresh.metrics)
 
 
 def _base_params(params: Params, base: Base, rows: int) -> Params:

@@ -100,13 +100,13 @@ def fitted(
     gram = centred[:C, :C]
     weights = np.linalg.solve(gram + RIDGE * np.trace(gram) / C * np.eye(C), centred[:C, C:-1])
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = index[0].indices(rows)
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        first, last, _ = (index[0] if index else slice(None)).indices(rows)
         result = np.zeros((last - first, D), np.float32)
         for start in range(first, min(last, len(content)), _CHUNK):
             x = content[start : min(start + _CHUNK, last)]
             y = (x.astype(np.float64) - mean[:C]) @ weights + mean[C:-1]
-            result[start - first : start - first + len(x)] = np.where(x.any(1)[:, None], y, 0)
+            result[start - first : start - first + len(x)] = np.where(described(x)[:, None], y, 0)
         return result
 
     return jax.make_array_from_callback((rows, D), sharding, block)

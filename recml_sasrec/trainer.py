@@ -43,7 +43,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
     """
     config_checks.validate(config)
     workdir = pathlib.Path(workdir)
-    base = hosts.together(lambda: grow.open_base(config, workdir))  # before the data, which may take an hour to read
+    base = grow.open_base(config, workdir)  # before the data, which may take an hour to read
     kept = run_folder.kept_ids(workdir, config) if base is None else base.item_ids
     data = run_folder.open_together(config, kept if config.init.vanished == "keep" else None)
     run = Run(config, data)
