@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import jax
+import optax
 from orbax.checkpoint import v1 as ocp
 
 from recml_sasrec.hosts import HostLost
@@ -164,6 +165,10 @@ class Checkpoints:
     def restore_params(self, step: int, like: Params) -> Params:
         """The params alone."""
         return self._load(step, {"params": like})["params"]
+
+    def restore_opt_state(self, step: int, like: optax.OptState) -> optax.OptState:
+        """The optimizer's state alone."""
+        return self._load(step, {"opt_state": like})["opt_state"]
 
     def _load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)

@@ -21,6 +21,7 @@ def validate(config: Config) -> None:
     _check_filters(config.data)
     _check_items(config)
     _check_contradictions(config)
+    _check_start(config)
 
 
 def _check_types(node: Any, prefix: str = "") -> None:
@@ -192,6 +193,31 @@ def _check_contradictions(config: Config) -> None:
         raise ConfigError(
             f"config.evaluation.best_metric={evaluation.best_metric} is not computed; "
             f"did you mean {near or f'ndcg@{evaluation.ks[0]}'}?"
+        )
+
+
+def _check_start(config: Config) -> None:
+    """What is said of another run's parameters, and of what is trained of them."""
+    init, optimizer = config.init, config.optimizer
+    if not init.from_run:
+        given = [f"init.{name}" for name in ("checkpoint", "new_items", "vanished")]
+        given = [
+            name for name in (*given, "optimizer.old_rows_rate") if get_field(config, name) != get_field(Config(), name)
+        ]
+        if given:
+            raise ConfigError(
+                f"config.{given[0]}={get_field(config, given[0])} is about the items of another run; "
+                "name its folder with config.init.from_run, or leave it out"
+            )
+    for name in ("category", "content"):
+        if init.new_items == name and not getattr(config.data, f"{name}_column"):
+            raise ConfigError(
+                f"config.init.new_items={name} needs config.data.items_path, a table of items, and "
+                f"config.data.{name}_column; give them or set config.init.new_items=table"
+            )
+    if optimizer.backbone_rate == optimizer.table_rate == 0:
+        raise ConfigError(
+            "config.optimizer.backbone_rate=0.0 and config.optimizer.table_rate=0.0 leave nothing to train; raise one"
         )
 
 

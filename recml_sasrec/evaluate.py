@@ -63,7 +63,7 @@ def evaluate_run(
             )
         set_field(config, name, value)
     validate(config)
-    data = run_folder.open_together(config)
+    data = run_folder.open_together(config, run_folder.kept_ids(workdir, config))
     difference = run_folder.data_difference(marks, data.store)
     if difference and difference.startswith("items"):
         raise ConfigError(

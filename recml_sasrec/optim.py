@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from recml_sasrec.config import OptimizerConfig
+from recml_sasrec.sharding import BY_ITEM
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -22,7 +23,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW under the schedule, or ``config.table`` on the item table; biases, norms and content are not decayed."""
+    """AdamW under the schedule, or ``config.table`` on the item table; biases, norms and content are not decayed.
+
+    Groups of parameters may have rates of their own, see ``with_rates``; where all are 1 its state is not there.
+    """
 
     def decayed(params):
         # content vectors are data: decay would fade those of items that have no gradient
@@ -33,9 +37,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale_by_learning_rate(make_schedule(config, steps)),
     ]
-    if not config.clip_norm:
-        return optax.chain(*parts)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.chain(*parts))
+    optimizer = optax.chain(*parts)
+    if config.clip_norm:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    rates = (config.backbone_rate, config.table_rate, config.old_rows_rate)
+    return optimizer if rates == (1, 1, 1) else with_rates(optimizer, *rates)
 
 
 def _scaling(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -54,6 +60,60 @@ def _scaling(config: OptimizerConfig) -> optax.GradientTransformation:
         return {name: "table" if name == "item_table" else "others" for name in params}
 
     return optax.partition({"table": of_table, "others": adam}, labels)
+
+
+class RatesState(NamedTuple):
+    old_rows: Any  # {"item_table": bool [V]}, rows that another run gave; {} where these have the others' rate
+    inner: Any
+
+
+def with_rates(
+    inner: optax.GradientTransformation, backbone: float, table: float, old_rows: float
+) -> optax.GradientTransformation:
+    """Updates times the rate of their group: ``table`` of what has a row an item, ``backbone`` of all else.
+
+    Rows marked in the state have ``table * old_rows``; a fresh state marks none. What has rate 0 is frozen: its
+    gradient counts in no norm, it is not decayed, and it and its moments stay as they are, bit for bit.
+    """
+
+    def init(params):
+        marks = {} if old_rows == 1 else {"item_table": jnp.zeros(params["item_table"].shape[:1], bool)}
+        return RatesState(marks, inner.init(params))
+
+    def rate(parameter, x, state):
+        """A number, or one for each row of an array that has a row an item."""
+        if parameter not in BY_ITEM:
+            return backbone
+        old_V = state.old_rows.get("item_table")
+        if old_V is None or x.shape[:1] != old_V.shape:
+            return table
+        return jnp.where(old_V, table * old_rows, table).reshape(-1, *[1] * (x.ndim - 1))
+
+    def update(updates, state, params=None):
+        def scaled(path, x):
+            by = rate(path[0].key, x, state)
+            return jnp.where(by == 0, 0, x * by)
+
+        def seen(path, x):
+            return jnp.where(rate(path[0].key, x, state) == 0, 0, x)
+
+        def moved(path, before, after):
+            _, parameter = moment_of(path)
+            if not parameter:  # a count
+                return after
+            return jnp.where(rate(parameter[0], after, state) == 0, before, after)
+
+        over = jax.tree_util.tree_map_with_path
+        updates, after = inner.update(over(seen, updates), state.inner, params)
+        return over(scaled, updates), RatesState(state.old_rows, over(moved, state.inner, after))
+
+    return optax.GradientTransformation(init, update)
+
+
+def moment_of(path: tuple) -> tuple[str, tuple]:
+    """(field, parameter) of a leaf of an optimizer state, ``("mu", ("item_table",))``, ``("count", ())``."""
+    last = max(index for index, key in enumerate(path) if hasattr(key, "name"))
+    return path[last].name, tuple(key.key for key in path[last + 1 :])
 
 
 class RowAdagradState(NamedTuple):

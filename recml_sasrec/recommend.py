@@ -126,7 +126,7 @@ def _chunks(flags: argparse.Namespace, overrides: Sequence[str]) -> "Iterator[Ch
     for override in overrides:
         name, _, value = override.partition("=")
         set_field(config, name, value)
-    data = open_data(config)
+    data = open_data(config, run_folder.kept_ids(workdir, config))
     difference = run_folder.data_difference(marks, data.store)
     if difference:
         log.warning("note: %s was trained on other %s", workdir, difference)

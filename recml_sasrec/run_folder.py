@@ -1,6 +1,6 @@
 """A run's folder: who may write to it, and whether it belongs to this config and these items.
 
-config.json  metrics.jsonl  evaluation.json  item_ids.arrow  checkpoints/  TensorBoard events
+config.json  metrics.jsonl  evaluation.json  item_ids.arrow  grown.json  checkpoints/  TensorBoard events
 """
 
 import contextlib
@@ -35,8 +35,11 @@ CHANGEABLE = (
 )
 
 
-def open_together(config: Config) -> Data:
+def open_together(config: Config, kept_ids: pa.Array | None = None) -> Data:
     """The data of a configuration in all processes of a run, after checking that they have the same of both.
+
+    Args:
+        kept_ids: raw ids of items that join the catalogue, see ``kept_ids``.
 
     Raises:
         ConfigError, DataError: they don't, or whatever is wrong with the source or the split.
@@ -47,7 +50,7 @@ def open_together(config: Config) -> Data:
         if not name.startswith(("data.path", "data.items_path", "data.cache"))
     ]
     hosts.check_same({f"config.{name}": configs.get_field(config, name) for name in names})
-    data = hosts.together(lambda: open_data(config), waiting_for="it reads the data")
+    data = hosts.together(lambda: open_data(config, kept_ids), waiting_for="it reads the data")
     if hosts.count() > 1:
         marks = data_marks(data.store)
         hosts.check_same({"the catalogue of items": marks["vocabulary"], "the log of events": marks["events"]})
@@ -107,7 +110,7 @@ def check(workdir: pathlib.Path, config: Config, store: Store) -> None:
         ConfigError: it holds another run.
     """
     # before its first checkpoint a run has nothing that another config could spoil
-    if not any((workdir / "checkpoints").glob("*[0-9]")):
+    if not has_checkpoint(workdir):
         return
     saved, marks = read(workdir)
     name = configs.first_difference(saved, config, but=CHANGEABLE)
@@ -119,6 +122,19 @@ def check(workdir: pathlib.Path, config: Config, store: Store) -> None:
     difference = data_difference(marks, store)
     if difference:
         raise ConfigError(f"{workdir} holds a run on other {difference}; use another --workdir or the same data")
+
+
+def has_checkpoint(workdir: pathlib.Path) -> bool:
+    """Whether a folder holds a complete checkpoint."""
+    folder = workdir / "checkpoints"
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
+def kept_ids(workdir: pathlib.Path, config: Config) -> pa.Array | None:
+    """Raw ids of the items of a run that its data may lack; None where it has none (``config.init.vanished``)."""
+    if not config.init.from_run or config.init.vanished != "keep":
+        return None
+    return read_item_ids(workdir, read(workdir)[1])
 
 
 def adopt(workdir: pathlib.Path, config: Config, store: Store) -> None:

@@ -13,7 +13,7 @@ import pathlib
 
 import jax
 
-from recml_sasrec import config_checks, config_file, hosts, run_folder
+from recml_sasrec import config_checks, config_file, grow, hosts, run_folder
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.meter import Meter
@@ -43,7 +43,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
     """
     config_checks.validate(config)
     workdir = pathlib.Path(workdir)
-    data = run_folder.open_together(config)
+    base = grow.open_base(config, workdir)  # before the data, which may take an hour to read
+    kept = run_folder.kept_ids(workdir, config) if base is None else base.item_ids
+    data = run_folder.open_together(config, kept if config.init.vanished == "keep" else None)
     run = Run(config, data)
     log.info("%s", run.overview())
     with run_folder.claimed(workdir):
@@ -58,10 +60,12 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
                     f"config.train.steps={config.train.steps}; raise it or use another --workdir"
                 )
             if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
+                growth = None if base is None else hosts.together(lambda: grow.plan(base, data.store, config))
                 train_step = run.compile_step()  # says what it needs before the state takes its memory
+                state = run.restore_state(checkpoints) if growth is None else grow.grown_state(run, growth)
                 if hosts.is_first():
                     run_folder.adopt(workdir, config, data.store)
-                state = run.restore_state(checkpoints)
+                    grow.report(workdir, growth)
                 with RunLog(workdir, progress.step, config.train.steps, hosts.is_first()) as run_log, stop:
                     fit(run, train_step, state, progress, checkpoints, run_log, stop)
             checkpoints.wait()

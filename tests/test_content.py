@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
-from recml_sasrec import Recommender, run_folder, trainer
+from recml_sasrec import Recommender, grow, run_folder, trainer
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_checks import validate
@@ -19,7 +19,6 @@ from recml_sasrec.data.loader import open_data
 from recml_sasrec.model import SASRec, item_vectors, ranking_bias, split_given
 from recml_sasrec.optim import make_optimizer
 from recml_sasrec.run import Progress, Run
-from recml_sasrec.sharding import BY_ITEM
 from recml_sasrec.step import head_loss
 
 V, C, D, T, L = 23, 5, 4, 30, 3
@@ -181,6 +180,19 @@ def test_items_never_seen_in_training_are_ranked_by_their_content(taste, fixed, 
     assert (CLUSTER[near] == CLUSTER[cold]).mean() >= 0.8
 
 
+def grow_from(base, config, workdir):
+    """A recommender of the run that ``config`` starts from ``base``, before any step."""
+    config = copy.deepcopy(config)
+    config.init.from_run = str(base)
+    opened = grow.open_base(config, workdir)
+    run = Run(config, open_data(config))
+    state = grow.grown_state(run, grow.plan(opened, run.data.store, config))
+    run_folder.adopt(workdir, config, run.data.store)
+    with Checkpoints(workdir, 1, "ndcg@10") as checkpoints:
+        checkpoints.save(0, state, run.info(Progress()))
+    return Recommender.load(workdir, "latest")
+
+
 def test_items_new_to_a_trained_model_are_ranked_by_their_content_without_a_step(taste, fixed, tmp_path):
     _, config, _, items = taste
     rng, added = np.random.default_rng(3), 40
@@ -189,22 +201,13 @@ def test_items_new_to_a_trained_model_are_ranked_by_their_content_without_a_step
     pq.write_table(pa.table({"item": np.arange(ITEMS + added), "vector": list(content)}), tmp_path / "items.parquet")
     config = copy.deepcopy(config)
     config.data.items_path, config.model.content = str(tmp_path / "items.parquet"), "fixed"
-    run = Run(config, open_data(config))
-    state, old = run.init(), jax.tree.map(np.asarray, Recommender.load(fixed)._params)
-    params = {**jax.tree.map(np.asarray, state.params)}
-    for name, leaf in old.items():
-        if name in BY_ITEM:
-            params[name] = params[name].copy()
-            params[name][:ITEMS] = leaf[:ITEMS]
-        else:
-            params[name] = leaf
-    state = state._replace(params=jax.device_put(params, run.shardings.params))
-    run_folder.adopt(tmp_path, config, run.data.store)
-    with Checkpoints(tmp_path, 1, "ndcg@10") as checkpoints:
-        checkpoints.save(0, state, run.info(Progress()))
-    recommender, places = Recommender.load(tmp_path, "latest"), []
+    grown = grow_from(fixed, config, tmp_path)
+    history = items[0, :-1].tolist()
+    before, after = (dict(r.recommend([history], k=1_000)[0]) for r in (Recommender.load(fixed), grown))
+    assert max(abs(before[item] - after[item]) for item in range(ITEMS)) <= 1e-6  # cold ones too
+    places = []
     for row in items[:50]:
-        ((*ranked,),) = recommender.recommend([row[:-1].tolist()], k=ITEMS + added)
+        ((*ranked,),) = grown.recommend([row[:-1].tolist()], k=ITEMS + added)
         loved = ITEMS + np.flatnonzero(cluster == CLUSTER[row[0]])
         places += [place for place, (item, _) in enumerate(ranked) if item in loved]
     assert np.mean(places) / (ITEMS + added) < 0.15
@@ -234,11 +237,18 @@ def test_no_optimizer_moves_what_has_no_gradient(table):
         assert not np.asarray(updates[name])[COLD].any() and np.asarray(updates[name]).any(), name
 
 
-def test_without_content_they_are_at_the_end(taste):
+def test_without_content_they_are_at_the_end_and_content_added_to_such_a_run_changes_no_score(taste, tmp_path):
     folder, config, _, items = taste
     config.model.content = "none"
     trainer.train(config, folder / "none")
-    assert percentile(Recommender.load(folder / "none"), items) > 0.7
+    without = Recommender.load(folder / "none")
+    assert percentile(without, items) > 0.7
+    config.model.content = "fixed"
+    histories = [row[:-1].tolist() for row in items[:3]]
+    before, after = (r.recommend(histories, k=ITEMS) for r in (without, grow_from(folder / "none", config, tmp_path)))
+    for one, other in zip(before, after, strict=True):
+        one, other = dict(one), dict(other)
+        assert max(abs(one[item] - other[item]) for item in range(ITEMS)) <= 1e-6
 
 
 def test_fixed_content_has_no_moments_and_is_split_by_items_like_the_table(taste):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from recml_sasrec.config import Config
 from recml_sasrec.data import catalogue, hub, queries, synthetic, yambda
@@ -15,6 +16,7 @@ from recml_sasrec.data.events import DataError, check_file, read_lines, read_tab
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
 from recml_sasrec.data.store import Store, build_store, fingerprint_of, source_fingerprint
+from recml_sasrec.data.vocabulary import check_same_type
 from recml_sasrec.data.windows import Windows, build_batch, make_windows
 
 Which = Literal["validation", "test"]
@@ -63,13 +65,20 @@ def open_store_of(config: Config) -> Store:
     return build_store(read, directory, fingerprint, source=path)
 
 
-def open_data(config: Config) -> "Data":
+def open_data(config: Config, kept_ids: pa.Array | None = None) -> "Data":
     """The data of a configuration: its store (built on first use), split and windows.
+
+    Args:
+        kept_ids: raw ids of items of ``config.init.from_run`` that join the catalogue.
 
     Raises:
         DataError: whatever is wrong with the source or the split.
     """
     store = catalogue.joined(open_store_of(config), config.data, os.path.join(cache_folder(config), "stores"))
+    if kept_ids is not None:
+        check_same_type(kept_ids, store.item_ids, config.init.from_run)
+        key = fingerprint_of(from_run=os.path.abspath(config.init.from_run))
+        store = catalogue.store_with(store, kept_ids, f"{store.directory}-{key[:16]}")
     if store.num_items < 2:
         raise DataError(f"the data has {store.num_items} item but ranking needs at least 2 items; give more events")
     content = None if config.model.content == "none" else catalogue.content_of(store, config.data)

@@ -119,6 +119,18 @@ class Encoder:
         return np.where(self._sorted[rank] == numbers, rank, -1).astype(np.int32)
 
 
+def check_same_type(base: pa.Array, ids: pa.Array, run: str) -> None:
+    """Raises:
+    DataError: the raw item ids of another run and those of the data are of different types.
+    """
+    if base.type != ids.type:
+        theirs, ours = ("integers" if pa.types.is_integer(x.type) else "text" for x in (base, ids))
+        raise DataError(
+            f"the item ids of config.init.from_run={run} are {theirs} but those of the data are {ours}, so that no "
+            f"item is the same; convert the data's to {theirs}"
+        )
+
+
 def fingerprint(ids: pa.Array) -> str:
     """A hash of the ids in order: equal for equal vocabularies, whatever file they came from."""
     digest = hashlib.blake2b(digest_size=16)
