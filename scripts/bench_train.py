@@ -5,7 +5,7 @@
 SASRec of width 64, 2 blocks, 2 heads, N 50, next item, full-catalogue cut_bce, float32. Each row of the table is a
 process of its own, bound to one core unless --cores says otherwise; its peak memory is its own. A real token is an
 input position that is not padding. The host time is that of the same loop around a compiled function that does
-nothing.
+nothing. CPU time a step is what other load on the machine disturbs least.
 
     python scripts/bench_train.py --items 100000 --content 128
 
@@ -55,16 +55,18 @@ def measure(data: str, cache: str, case: str, items_path: str, steps: int, repea
     def seconds(step, state, count):
         state = step(state, next(batches))
         tokens = int(jax.block_until_ready(state).metrics.tokens)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
             state = step(state, next(batches))
         real = int(state.metrics.tokens) - tokens  # waits for the last step
+        cpus.append((time.process_time() - cpu) / count)
         return time.perf_counter() - start, real, state
 
-    rates, hosts = [], []
+    rates, hosts, cpus = [], [], []
     for _ in range(repeats):
         elapsed, real, state = seconds(train_step, state, steps)
         rates.append(real / elapsed)
+    cpu_ms = 1e3 * statistics.median(cpus)
     nothing = jax.jit(lambda state, batch: state, donate_argnums=0).lower(state, next(batches)).compile()
     for _ in range(repeats):
         elapsed, _, state = seconds(nothing, state, 200)
@@ -80,6 +82,7 @@ def measure(data: str, cache: str, case: str, items_path: str, steps: int, repea
         "host_ms": 1e3 * statistics.median(hosts),
         "fill": run.data.fill(config),
         "peak_gb": peak / 1e9,
+        "cpu_ms": cpu_ms,
     }
 
 
@@ -114,8 +117,9 @@ def main() -> None:
         print(json.dumps(measure(*arguments)))
         return
     print(f"{platform.machine()}, {flags.cores} core(s); median of {flags.repeats} x {flags.steps} steps\n")
-    print("| batches | real tokens/s (slowest to fastest) | s/epoch | real positions | peak memory | host ms/step |")
-    print("|---|---|---|---|---|---|")
+    columns = "batches | real tokens/s (slowest to fastest) | s/epoch | real positions | peak memory | host ms/step"
+    print(f"| {columns} | CPU ms/step |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as cache:
         items_path = os.path.join(cache, "items.parquet") if flags.content else ""
         if flags.content:
@@ -129,7 +133,8 @@ def main() -> None:
             label = f"packed, content {name}" if name in CONTENT else name
             print(
                 f"| {label} | {row['tokens_per_s']:,.0f} ({row['slowest']:,.0f} to {row['fastest']:,.0f}) "
-                f"| {row['epoch_s']:.1f} | {row['fill']:.1%} | {row['peak_gb']:.2f} GB | {row['host_ms']:.2f} |",
+                f"| {row['epoch_s']:.1f} | {row['fill']:.1%} | {row['peak_gb']:.2f} GB | {row['host_ms']:.2f} "
+                f"| {row['cpu_ms']:,.0f} |",
                 flush=True,
             )
 

@@ -62,8 +62,8 @@ def joined(store: Store, data: DataConfig, folder: str) -> Store:
 def store_with(store: Store, raw_ids: pa.Array, directory: str) -> Store:
     """A store of the same events whose items are also those of ``raw_ids``; the same store where it has them all.
 
-    Its dense ids are ranks in the union. Built once, opened again when ``directory`` holds it; times, offsets and users
-    are hard links to the other store's. Memory is proportional to the number of items.
+    Its dense ids are ranks in the union. Built once, opened again when ``directory`` holds it; what does not depend
+    on the items is hard links to the other store's files. Memory is proportional to the number of items.
 
     Args:
         raw_ids: int64 or large_string, as the store's ids; in any order, repeats allowed.
@@ -83,8 +83,9 @@ def store_with(store: Store, raw_ids: pa.Array, directory: str) -> Store:
 
     def build(work: str) -> None:
         check_space(work, store.num_events * 4 + item_ids.nbytes, store.directory)
-        for name in ("timestamps.npy", "offsets.npy", "user_ids.arrow"):
-            _link(os.path.join(store.directory, name), os.path.join(work, name))
+        for name in os.listdir(store.directory):
+            if name not in ("items.npy", "item_ids.arrow", "meta.json") and not name.startswith((".", "content-")):
+                _link(os.path.join(store.directory, name), os.path.join(work, name))
         write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
         new_of_old = Encoder(item_ids)(store.item_ids)
         array = create_array(os.path.join(work, "items.npy"), (store.num_events,), np.int32)
