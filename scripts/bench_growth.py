@@ -79,7 +79,7 @@ def before_any_step(config: Config, folder: pathlib.Path, users: int) -> dict[st
     state = grow.grown_state(run, growth)
     base, store = Recommender.load(opened.folder), run.data.store
     grown = Recommender(config, store.item_ids, run.layout, run.graphdef, state.params)
-    old, largest, taken = set(opened.item_ids.to_pylist()), 0.0, 0
+    old, largest, taken = set(opened.item_ids.to_pylist()), [0.0, 0.0], 0
     events = open_data(opened.config).store
     histories = [
         events.item_ids.take(pa.array(events.items[events.offsets[u] : events.offsets[u + 1]])).to_pylist()
@@ -90,10 +90,13 @@ def before_any_step(config: Config, folder: pathlib.Path, users: int) -> dict[st
         pairs = zip(base.recommend(some, k=store.num_items), grown.recommend(some, k=store.num_items), strict=True)
         for before, after in pairs:
             scores = dict(after)
-            largest = max(largest, max(abs(scores[item] - score) for item, score in before))
+            apart = [(abs(scores[item] - score), abs(score)) for item, score in before]
+            largest[0] = max(largest[0], *(x for x, _ in apart))
+            largest[1] = max(largest[1], *(x / max(score, 1.0) for x, score in apart))
             taken += sum(item not in old for item, _ in after[:10])
     return {
-        "largest difference of a score": largest,
+        "largest difference of a score": largest[0],
+        "the same, over the score where that is above 1": largest[1],
         "moments equal": moments_equal(run, state, growth),
         "new items": 1 - len(old) / store.num_items,
         "new items in the first 10": taken / (10 * len(histories)),

@@ -45,6 +45,14 @@ def make_config(folder, path, **fields):
     return config
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_evaluation():
+    """What the trained models are worth is not asked here, and costs two compilations a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "final_evaluation", lambda *_: {})
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
