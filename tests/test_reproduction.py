@@ -111,7 +111,7 @@ def test_cutbces_rehearsal_is_complete_after_a_kill_and_keeps_what_was_done(tmp_
 
 def test_a_row_without_enough_memory_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "device_limit", lambda device: 100_000)
-    monkeypatch.setattr(cutbce, "leave_with_parent", lambda: None)
+    monkeypatch.setattr(reproduction, "leave_with_parent", lambda: None)
     assert cutbce.main(["--rehearse", "--workdir", str(tmp_path), "--child", "dense_bce-128x256"]) == 0
     row = json.loads(capsys.readouterr().out.rpartition("ROW ")[2])
     assert row["error"].startswith("out of memory: a training step needs")
