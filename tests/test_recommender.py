@@ -146,6 +146,9 @@ def test_allow_block_seen_and_long_lists_agree_with_brute_force(integers):
         ({"allow": others, "block": some}, [o - set(some) for o in others]),
         ({"allow": np.array(some), "block": others}, [set(some) - o for o in others]),
         ({"allow": []}, [set()] * 4),
+        ({"allow": [some, None, others[2], []]}, [set(some), set(raw), others[2], set()]),
+        ({"block": [None, some, None, some]}, [set(raw), set(raw) - set(some)] * 2),
+        ({"allow": [None] * 4, "block": [None] * 4}, every),
     ]
     for options, allowed in cases:
         lists = recommender.recommend(histories, k=1000, **options)  # all that is allowed
@@ -325,7 +328,72 @@ def test_files_in_and_out_hold_the_same_lists(integers, tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integers, capsys):
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_file_s_own_lists_hold_for_their_user_beside_those_for_all(integers, tmp_path, capsys, caplog, kind):
+    workdir, recommender = integers
+    raw = recommender.item_ids.to_pylist()
+    rng = np.random.default_rng(2)
+    rows = [
+        {"user": user, "history": [raw[i] for i in rng.integers(len(raw), size=3)], "allow": allow, "block": block}
+        for user, (allow, block) in enumerate(
+            [(None, None), (raw[10:40], None), (None, raw[::2]), (raw[:30], [*raw[::3], 10**12]), ([], None)]
+        )
+    ]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    else:
+        lines = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, ids in (("allow", raw[5:]), ("block", raw[20:25])):
+        (tmp_path / name).write_text("\n".join(map(str, ids)))
+    code, out, _ = command(
+        capsys, "--workdir", workdir, "--input", tmp_path / f"in.{kind}", "--k", 200,
+        "--allow", tmp_path / "allow", "--block", tmp_path / "block",
+    )  # fmt: skip
+    assert code == 0 and "skipped 0 unknown ids and 1 of the users' allow and block lists" in caplog.text
+    for line, row in zip(map(json.loads, out.splitlines()), rows, strict=True):
+        allowed = set(raw[5:]) - set(raw[20:25]) - set(row["block"] or [])
+        allowed &= set(raw) if row["allow"] is None else set(row["allow"])
+        got = [(pair["item"], pair["score"]) for pair in line["items"]]
+        same(got, brute(recommender, row["history"], 200, allowed))
+
+
+def test_a_run_that_ranks_trained_items_alone_recommends_no_others(tmp_path, capsys, caplog):
+    config = tiny_config(tmp_path / "cache")
+    config.data.synthetic.users, config.data.synthetic.items, config.data.synthetic.events_per_user = 20, 400, 12
+    config.train.steps, config.evaluation.every, config.evaluation.candidates = 1, 0, "train"
+    trainer.train(config, tmp_path / "run")
+    capsys.readouterr()
+    data = open_data(config)
+    raw = data.store.item_ids.to_pylist()
+    spans = zip(data.split.train_start, data.split.train_end, strict=True)
+    trained = {raw[item] for start, end in spans for item in data.store.items[start:end]}
+    assert 20 < len(trained) < len(raw)
+    protocol = json.loads((tmp_path / "run/evaluation.json").read_text())["protocol"]
+    assert protocol["candidates"] == len(trained)
+    recommender = Recommender.load(tmp_path / "run")
+    some = raw[::2]
+    same(recommender.recommend([raw[:3]], k=400)[0], brute(recommender, raw[:3], 400, trained))
+    same(recommender.recommend([raw[:3]], k=400, allow=some)[0], brute(recommender, raw[:3], 400, trained & set(some)))
+    same(
+        recommender.recommend([raw[:3]], k=400, allow=[some])[0], brute(recommender, raw[:3], 400, trained & set(some))
+    )
+    assert {item for item, _ in recommender.similar_items(raw[0], k=400)} == trained - {raw[0]}
+    for words, allowed in (((), trained), (("--all-items",), set(raw))):
+        code, out, _ = command(capsys, "--workdir", tmp_path / "run", "--history", str(raw[0]), "--k", 400, *words)
+        assert code == 0 and {pair["item"] for pair in json.loads(out)["items"]} == allowed
+
+    saved = tmp_path / "run/trained_items.npy"
+    saved.write_bytes(b"not an array")
+    with pytest.raises(ConfigError, match="which items the run was trained on, is damaged or another run's; start the"):
+        Recommender.load(tmp_path / "run")
+    saved.unlink()  # as runs of earlier versions are
+    code, out, _ = command(capsys, "--workdir", tmp_path / "run", "--history", str(raw[0]), "--k", 400)
+    assert code == 0 and len(json.loads(out)["items"]) == len(raw)
+    assert "has no trained_items.npy: items without a training event are recommended too" in caplog.text
+
+
+def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integers, capsys, caplog):
     workdir, recommender = integers
     data = open_data(run_folder.read(workdir)[0])
     store, raw, names = data.store, data.store.item_ids.to_pylist(), data.store.user_ids.to_pylist()
@@ -338,6 +406,11 @@ def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integ
         assert code == 0 and len(lines) == (len(evaluated) if words == "test" else 2)
         history = [raw[item] for item in store.items[store.offsets[user] : end]]
         same([(pair["item"], pair["score"]) for pair in lines[names[user]]], brute(recommender, history, 10, set(raw)))
+    code, out, _ = command(capsys, "--workdir", workdir, "--users", f"nobody {names[0]} {10**15}")
+    assert code == 0 and [json.loads(line)["user"] for line in out.splitlines()] == [names[0]]
+    assert (
+        f"skipped 2 of 3 users, 'nobody' first, who are none of the {len(names)} users of the run's data" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,6 +431,12 @@ def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integ
         (("--input", "IN", "--output", "OUT"), '{"user": 1, "history": "12"}', "must be a list of item ids"),
         (("--input", "IN", "--output", "OUT"), '{"user": 1, "history": [1]}\n{"user": "a", "history": [1]}', "not all"),
         (("--input", "IN", "--output", "OUT"), b"\xff", "is not UTF-8 text"),
+        (("--input", "IN"), '{"user": 1, "history": [1], "allow": 3}', "the allow list in line 1"),
+        (
+            ("--input", "IN"),
+            '{"user": 1, "history": [1], "block": [1.5]}',
+            "1.5 is a float but the run's ids are integers",
+        ),
     ],
 )
 def test_a_wrong_request_gets_one_sentence_and_leaves_no_file(integers, tmp_path, capsys, words, content, sentence):
