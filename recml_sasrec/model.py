@@ -17,6 +17,9 @@ from recml_sasrec.config import ModelConfig
 INIT_STDDEV = 0.02  # of every weight, as in BERT and the SASRec implementations after it
 
 
+Queries = tuple[jax.Array, jax.Array]  # int32 rows and columns, [Q] each
+
+
 class Block(nnx.Module):
     """Causal self-attention and an MLP, each with a residual connection and a layer norm before or after it."""
 
@@ -36,25 +39,32 @@ class Block(nnx.Module):
         self.attention_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None, queries: Queries | None = None
+    ) -> jax.Array:
+        """[B, N, D]; of ``queries`` alone, as [Q, 1, D], where they are given."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        sublayers = ((self.attention_norm, self._attention, keys[0]), (self.mlp_norm, self._mlp, keys[1]))
-        for norm, sublayer, key in sublayers:
-            if self.config.norm == "pre":
-                x_BND = x_BND + dropout(sublayer(norm(x_BND), mask_B1NN), self.config.dropout, key)
-            else:
-                x_BND = norm(x_BND + dropout(sublayer(x_BND, mask_B1NN), self.config.dropout, key))
+        mix = lambda x: self._attention(x, mask_B1NN, queries)  # noqa: E731
+        for norm, sublayer, key in ((self.attention_norm, mix, keys[0]), (self.mlp_norm, self._mlp, keys[1])):
+            pre = self.config.norm == "pre"
+            change = dropout(sublayer(norm(x_BND) if pre else x_BND), self.config.dropout, key)
+            if queries is not None and sublayer is mix:
+                x_BND = x_BND[queries][:, None]
+            x_BND = x_BND + change if pre else norm(x_BND + change)
         return x_BND
 
-    def _attention(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
+    def _attention(self, x_BND: jax.Array, mask_B1NN: jax.Array, queries: Queries | None) -> jax.Array:
         B, N, D = x_BND.shape
         qkv = self.qkv(x_BND).reshape(B, N, 3, self.config.heads, D // self.config.heads)
         q_BNHd, k_BNHd, v_BNHd = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        if queries is not None:
+            rows, columns = queries
+            q_BNHd, k_BNHd, v_BNHd = q_BNHd[queries][:, None], k_BNHd[rows], v_BNHd[rows]
+            mask_B1NN = mask_B1NN[rows, 0, columns][:, None, None]
         mixed = jax.nn.dot_product_attention(q_BNHd, k_BNHd, v_BNHd, mask=mask_B1NN)
-        return self.attention_out(mixed.reshape(B, N, D))
+        return self.attention_out(mixed.reshape(*mixed.shape[:2], D))
 
-    def _mlp(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
-        del mask_B1NN  # the MLP acts on each position alone
+    def _mlp(self, x_BND: jax.Array) -> jax.Array:
         x_BND = self.mlp_in(x_BND)
         if self.config.activation == "relu":
             return self.mlp_out(jax.nn.relu(x_BND))
@@ -105,8 +115,9 @@ class SASRec(nnx.Module):
         segment_ids_BN: jax.Array,
         dropout_key: jax.Array | None = None,
         lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows,
+        queries: Queries | None = None,
     ) -> jax.Array:
-        """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped.
+        """Hidden states [B, N, D] in the compute dtype, or [Q, D] of ``queries``; without a key nothing is dropped.
 
         ``lookup(item_table, items_BN)`` gives the items' rows [B, N, D].
         """
@@ -121,8 +132,10 @@ class SASRec(nnx.Module):
         x_BND = dropout(x_BND, config.dropout, keys[-1])
         mask_B1NN = attention_mask(segment_ids_BN)
         for block, key in zip(self.blocks, keys, strict=False):
-            x_BND = block(x_BND, mask_B1NN, key)
-        return self.norm(x_BND) if config.norm == "pre" else x_BND
+            # nobody reads the other positions of the last block
+            x_BND = block(x_BND, mask_B1NN, key, queries if block is self.blocks[-1] else None)
+        x_BND = self.norm(x_BND) if config.norm == "pre" else x_BND
+        return x_BND if queries is None else x_BND[:, 0]
 
 
 def item_vectors(params: dict[str, Any]) -> jax.Array:

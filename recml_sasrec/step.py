@@ -178,7 +178,8 @@ def make_encoder(graphdef: nnx.GraphDef, layout: Layout | None = None) -> Callab
     def encode(params: Params, queries: QueryBatch) -> jax.Array:
         model = nnx.merge(graphdef, params)
         lookup = take_rows if layout is None else layout.of_rows(queries.items.shape[0]).lookup
-        hidden = model(queries.items, queries.positions, queries.segment_ids, lookup=lookup)
-        return hidden[queries.rows, queries.columns].astype(jnp.float32)
+        wanted = jnp.asarray(queries.rows), jnp.asarray(queries.columns)
+        hidden = model(queries.items, queries.positions, queries.segment_ids, lookup=lookup, queries=wanted)
+        return hidden.astype(jnp.float32)
 
     return encode

@@ -70,6 +70,16 @@ def test_other_rows_of_the_batch_change_nothing():
     np.testing.assert_allclose(np.asarray(model(*both))[0, :3], np.asarray(model(*one))[0, :3], atol=2e-5)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_queries_are_those_positions_of_the_whole(norm):
+    model = make_model(norm)
+    batch = [np.concatenate(pair) for pair in zip(row([3, 1, 4], [1, 5]), row([2, 7, 1, 8]), row([6] * N), strict=True)]
+    rows, columns = np.array([1, 0, 2, 0, 0, 2]), np.array([3, 4, N - 1, 2, 0, 5])
+    whole = np.asarray(model(*batch))[rows, columns]
+    queries = jnp.asarray(rows), jnp.asarray(columns)
+    np.testing.assert_allclose(np.asarray(model(*batch, queries=queries)), whole, atol=1e-6, rtol=1e-6)
+
+
 def test_padding_gives_no_gradient():
     model = make_model()
     items, positions, segments = row([3, 1, 4])
