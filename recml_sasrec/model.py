@@ -14,6 +14,7 @@ from flax import nnx
 
 from recml_sasrec.config import ModelConfig
 
+CACHED_SCORES = 2**20  # of attention at a time: 4 MiB in float32
 INIT_STDDEV = 0.02  # of every weight, as in BERT and the SASRec implementations after it
 
 
@@ -116,9 +117,11 @@ class SASRec(nnx.Module):
         dropout_key: jax.Array | None = None,
         lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows,
         queries: Queries | None = None,
+        cached: bool = False,
     ) -> jax.Array:
         """Hidden states [B, N, D] in the compute dtype, or [Q, D] of ``queries``; without a key nothing is dropped.
 
+        ``cached`` takes as many rows at a time as leave the attention's scores in a CPU's cache, and drops nothing.
         ``lookup(item_table, items_BN)`` gives the items' rows [B, N, D].
         """
         config = self.config
@@ -132,8 +135,14 @@ class SASRec(nnx.Module):
         x_BND = dropout(x_BND, config.dropout, keys[-1])
         mask_B1NN = attention_mask(segment_ids_BN)
         for block, key in zip(self.blocks, keys, strict=False):
-            # nobody reads the other positions of the last block
-            x_BND = block(x_BND, mask_B1NN, key, queries if block is self.blocks[-1] else None)
+            if queries is not None and block is self.blocks[-1]:
+                x_BND = block(x_BND, mask_B1NN, key, queries)  # nobody reads its other positions
+            elif cached:
+                one = lambda row, block=block: block(row[0][None], row[1][None], None)[0]  # noqa: E731
+                size = max(1, CACHED_SCORES // mask_B1NN[0].size // config.heads)
+                x_BND = jax.lax.map(one, (x_BND, mask_B1NN), batch_size=size)
+            else:
+                x_BND = block(x_BND, mask_B1NN, key)
         x_BND = self.norm(x_BND) if config.norm == "pre" else x_BND
         return x_BND if queries is None else x_BND[:, 0]
 
