@@ -1,9 +1,6 @@
 """Recommendations by raw ids, against the evaluation's lists and brute force in numpy."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,11 +15,9 @@ from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.data.queries import evaluated_users
 from recml_sasrec.ranking import evaluation
-from recml_sasrec.recommender import _batches
 from recml_sasrec.run import Progress, Run
 from tests.tiny import tiny_config
 
-ROOT = pathlib.Path(__file__).parent.parent
 K = 10
 WORDS = [f"{name} {n}" for n in range(10) for name in ("Größe,", "東京", "naïve\u2028x", "a")][:39]
 
@@ -157,22 +152,6 @@ def test_allow_block_seen_and_long_lists_agree_with_brute_force(integers):
     assert recommender.recommend(histories, k=K) == [got[:K] for got in recommender.recommend(histories, k=1000)]
 
 
-@pytest.mark.parametrize(
-    ("users", "width", "sizes"),
-    [
-        (300, 100, [(256, 256), (44, 64)]),
-        (9, 100, [(9, 64)]),
-        (0, 1, []),
-        (70, 1 << 16, [(64, 64), (6, 8)]),
-        (9, 10**7, [(8, 8), (1, 8)]),
-    ],
-)
-def test_batches_have_few_sizes_and_fewer_rows_where_lists_are_long(users, width, sizes):
-    batches = list(_batches(np.arange(users), width))
-    assert [(len(part), rows) for part, rows in batches] == sizes
-    assert [user for part, _ in batches for user in part] == list(range(users))
-
-
 def test_ties_go_to_the_smaller_id_in_the_catalogue_and_in_a_list(integers):
     workdir, _ = integers
     recommender = Recommender.load(workdir)
@@ -283,11 +262,6 @@ def test_loading_leaves_a_save_in_progress_alone(integers):
     saving.rmdir()
 
 
-def test_the_package_does_not_load_jax_before_a_recommender_is_asked_for():
-    code = "import sys, recml_sasrec; assert 'jax' not in sys.modules; recml_sasrec.__getattr__"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 def command(capsys, *words):
     code = recommend.main([str(word) for word in words])
     return code, *capsys.readouterr()
@@ -356,41 +330,6 @@ def test_a_file_s_own_lists_hold_for_their_user_beside_those_for_all(integers, t
         allowed &= set(raw) if row["allow"] is None else set(row["allow"])
         got = [(pair["item"], pair["score"]) for pair in line["items"]]
         same(got, brute(recommender, row["history"], 200, allowed))
-
-
-def test_a_run_that_ranks_trained_items_alone_recommends_no_others(tmp_path, capsys, caplog):
-    config = tiny_config(tmp_path / "cache")
-    config.data.synthetic.users, config.data.synthetic.items, config.data.synthetic.events_per_user = 20, 400, 12
-    config.train.steps, config.evaluation.every, config.evaluation.candidates = 1, 0, "train"
-    trainer.train(config, tmp_path / "run")
-    capsys.readouterr()
-    data = open_data(config)
-    raw = data.store.item_ids.to_pylist()
-    spans = zip(data.split.train_start, data.split.train_end, strict=True)
-    trained = {raw[item] for start, end in spans for item in data.store.items[start:end]}
-    assert 20 < len(trained) < len(raw)
-    protocol = json.loads((tmp_path / "run/evaluation.json").read_text())["protocol"]
-    assert protocol["candidates"] == len(trained)
-    recommender = Recommender.load(tmp_path / "run")
-    some = raw[::2]
-    same(recommender.recommend([raw[:3]], k=400)[0], brute(recommender, raw[:3], 400, trained))
-    same(recommender.recommend([raw[:3]], k=400, allow=some)[0], brute(recommender, raw[:3], 400, trained & set(some)))
-    same(
-        recommender.recommend([raw[:3]], k=400, allow=[some])[0], brute(recommender, raw[:3], 400, trained & set(some))
-    )
-    assert {item for item, _ in recommender.similar_items(raw[0], k=400)} == trained - {raw[0]}
-    for words, allowed in (((), trained), (("--all-items",), set(raw))):
-        code, out, _ = command(capsys, "--workdir", tmp_path / "run", "--history", str(raw[0]), "--k", 400, *words)
-        assert code == 0 and {pair["item"] for pair in json.loads(out)["items"]} == allowed
-
-    saved = tmp_path / "run/trained_items.npy"
-    saved.write_bytes(b"not an array")
-    with pytest.raises(ConfigError, match="which items the run was trained on, is damaged or another run's; start the"):
-        Recommender.load(tmp_path / "run")
-    saved.unlink()  # as runs of earlier versions are
-    code, out, _ = command(capsys, "--workdir", tmp_path / "run", "--history", str(raw[0]), "--k", 400)
-    assert code == 0 and len(json.loads(out)["items"]) == len(raw)
-    assert "has no trained_items.npy: items without a training event are recommended too" in caplog.text
 
 
 def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integers, capsys, caplog):
