@@ -14,7 +14,11 @@ from flax import nnx
 
 from recml_sasrec.config import ModelConfig
 
+CACHED_SCORES = 2**20  # of attention at a time: 4 MiB in float32
 INIT_STDDEV = 0.02  # of every weight, as in BERT and the SASRec implementations after it
+
+
+Queries = tuple[jax.Array, jax.Array]  # int32 rows and columns, [Q] each
 
 
 class Block(nnx.Module):
@@ -36,25 +40,32 @@ class Block(nnx.Module):
         self.attention_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BND: jax.Array, mask_B1NN: jax.Array, dropout_key: jax.Array | None, queries: Queries | None = None
+    ) -> jax.Array:
+        """[B, N, D]; of ``queries`` alone, as [Q, 1, D], where they are given."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        sublayers = ((self.attention_norm, self._attention, keys[0]), (self.mlp_norm, self._mlp, keys[1]))
-        for norm, sublayer, key in sublayers:
-            if self.config.norm == "pre":
-                x_BND = x_BND + dropout(sublayer(norm(x_BND), mask_B1NN), self.config.dropout, key)
-            else:
-                x_BND = norm(x_BND + dropout(sublayer(x_BND, mask_B1NN), self.config.dropout, key))
+        mix = lambda x: self._attention(x, mask_B1NN, queries)  # noqa: E731
+        for norm, sublayer, key in ((self.attention_norm, mix, keys[0]), (self.mlp_norm, self._mlp, keys[1])):
+            pre = self.config.norm == "pre"
+            change = dropout(sublayer(norm(x_BND) if pre else x_BND), self.config.dropout, key)
+            if queries is not None and sublayer is mix:
+                x_BND = x_BND[queries][:, None]
+            x_BND = x_BND + change if pre else norm(x_BND + change)
         return x_BND
 
-    def _attention(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
+    def _attention(self, x_BND: jax.Array, mask_B1NN: jax.Array, queries: Queries | None) -> jax.Array:
         B, N, D = x_BND.shape
         qkv = self.qkv(x_BND).reshape(B, N, 3, self.config.heads, D // self.config.heads)
         q_BNHd, k_BNHd, v_BNHd = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        if queries is not None:
+            rows, columns = queries
+            q_BNHd, k_BNHd, v_BNHd = q_BNHd[queries][:, None], k_BNHd[rows], v_BNHd[rows]
+            mask_B1NN = mask_B1NN[rows, 0, columns][:, None, None]
         mixed = jax.nn.dot_product_attention(q_BNHd, k_BNHd, v_BNHd, mask=mask_B1NN)
-        return self.attention_out(mixed.reshape(B, N, D))
+        return self.attention_out(mixed.reshape(*mixed.shape[:2], D))
 
-    def _mlp(self, x_BND: jax.Array, mask_B1NN: jax.Array) -> jax.Array:
-        del mask_B1NN  # the MLP acts on each position alone
+    def _mlp(self, x_BND: jax.Array) -> jax.Array:
         x_BND = self.mlp_in(x_BND)
         if self.config.activation == "relu":
             return self.mlp_out(jax.nn.relu(x_BND))
@@ -70,7 +81,7 @@ class SASRec(nnx.Module):
     """A batch's histories to hidden states; item scores are ``hidden @ item_vectors(params).T + item_bias``.
 
     With ``config.content`` an item's vector is its row of the table plus its content, projected. ``item_content`` and
-    ``item_warm`` start as zeros and are then filled in from the data, see ``with_content``.
+    ``item_warm`` start as zeros and are then filled in from the data, by ``Run.init``.
 
     Args:
         num_items: V.
@@ -114,9 +125,12 @@ class SASRec(nnx.Module):
         segment_ids_BN: jax.Array,
         dropout_key: jax.Array | None = None,
         lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows,
+        queries: Queries | None = None,
+        cached: bool = False,
     ) -> jax.Array:
-        """Hidden states [B, N, D] in the compute dtype; without a key nothing is dropped.
+        """Hidden states [B, N, D] in the compute dtype, or [Q, D] of ``queries``; without a key nothing is dropped.
 
+        ``cached`` takes as many rows at a time as leave the attention's scores in a CPU's cache, and drops nothing.
         ``lookup(table, items_BN)`` gives the items' rows of the table [B, N, D] and of the content [B, N, C].
         """
         config = self.config
@@ -132,8 +146,16 @@ class SASRec(nnx.Module):
         x_BND = dropout(x_BND, config.dropout, keys[-1])
         mask_B1NN = attention_mask(segment_ids_BN)
         for block, key in zip(self.blocks, keys, strict=False):
-            x_BND = block(x_BND, mask_B1NN, key)
-        return self.norm(x_BND) if config.norm == "pre" else x_BND
+            if queries is not None and block is self.blocks[-1]:
+                x_BND = block(x_BND, mask_B1NN, key, queries)  # nobody reads its other positions
+            elif cached:
+                one = lambda row, block=block: block(row[0][None], row[1][None], None)[0]  # noqa: E731
+                size = max(1, CACHED_SCORES // mask_B1NN[0].size // config.heads)
+                x_BND = jax.lax.map(one, (x_BND, mask_B1NN), batch_size=size)
+            else:
+                x_BND = block(x_BND, mask_B1NN, key)
+        x_BND = self.norm(x_BND) if config.norm == "pre" else x_BND
+        return x_BND if queries is None else x_BND[:, 0]
 
 
 def item_vectors(params: dict[str, Any]) -> jax.Array:

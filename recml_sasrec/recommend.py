@@ -2,7 +2,8 @@
 
 One history prints one JSON object, {"history": [...], "unknown": 0, "items": [{"item": ..., "score": ...}, ...]}.
 A file (--input) or users of the run's data (--users) give one a line with "user" in place of "history", on stdout or in
---output. A .parquet output has columns user, unknown, items and scores (lists).
+--output. A .parquet output has columns user, unknown, items and scores (lists). Lists "allow" and "block" of a user in
+the file hold for that user, --allow and --block for all.
 """
 
 import argparse
@@ -36,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, help="folder of the run")
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--history", help='raw item ids, oldest first: "id id id", or a JSON list where ids have spaces')
-    who.add_argument("--input", help='.parquet with columns user and history, or .jsonl of {"user":.., "history":[..]}')
+    who.add_argument(
+        "--input",
+        help='.parquet with columns user and history, or .jsonl of {"user":.., "history":[..]}; allow and block too',
+    )
     who.add_argument(
         "--users", help="of the run's data: test, validation (with the histories of that evaluation), all, or ids"
     )
@@ -46,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--filter-seen", action="store_true", help="never recommend an item of the history")
     parser.add_argument("--allow", metavar="FILE", help="recommend only these items: one id a line")
     parser.add_argument("--block", metavar="FILE", help="never recommend these items: one id a line")
+    parser.add_argument(
+        "--all-items", action="store_true", help="items without a training event too, where the run ranks only others"
+    )
     parser.epilog = "With --users, --config.data.path=FILE and --config.data.cache=FOLDER replace those of the run."
     # stdout is for the recommendations
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -53,17 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def recommend() -> None:
         flags, overrides = command.parse(parser, argv)
         _check(flags, overrides)
-        options: dict[str, Any] = {
-            "k": flags.k,
-            "filter_seen": flags.filter_seen,
-            "allow": _read_ids(flags.allow, "--allow"),
-            "block": _read_ids(flags.block, "--block"),
-        }
+        options: dict[str, Any] = {"k": flags.k, "filter_seen": flags.filter_seen}
+        allow, block = _read_ids(flags.allow, "--allow"), _read_ids(flags.block, "--block")
         history = [] if flags.history is None else _parse_ids(flags.history, "--history")
         from recml_sasrec.recommender import Recommender
 
         chunks = _chunks(flags, overrides) if flags.history is None else None
         recommender = Recommender.load(flags.workdir, flags.checkpoint)
+        if flags.all_items:
+            recommender.candidates = None
+        recommender.restrict(allow, block)
         if chunks is None:
             items = recommender.recommend([history], **options)[0]
             print(_json({"history": history, "unknown": int(recommender.unknown[0]), "items": _named(items)}))
@@ -138,18 +144,20 @@ def _recommend_all(
     recommender: "Recommender", chunks: "Iterator[Chunk]", output: str | None, options: dict[str, Any]
 ) -> None:
     logging.getLogger("recml_sasrec.recommender").setLevel(logging.ERROR)  # one line at the end instead
-    start, users, skipped, without = time.perf_counter(), 0, 0, 0
+    start, users, skipped, without, unlisted = time.perf_counter(), 0, 0, 0, 0
     path = pathlib.Path(output) if output else None
     with _writer(path, recommender) as write:
-        for names, histories in chunks:
-            lists = recommender.recommend(histories, **options)
+        for names, histories, allow, block in chunks:
+            lists = recommender.recommend(histories, allow=allow, block=block, **options)
             write(names, recommender.unknown.tolist(), lists)
             users += len(names)
+            unlisted += recommender.unknown_listed
             skipped += int(recommender.unknown.sum())
             without += recommender.without_history
     log.info(
-        "%d lists in %.1f s; skipped %d unknown ids; %d histories have no known item and get an empty list",
-        users, time.perf_counter() - start, skipped, without,
+        "%d lists in %.1f s; skipped %d unknown ids%s; %d histories have no known item and get an empty list",
+        users, time.perf_counter() - start, skipped,
+        f" and {unlisted} of the users' allow and block lists" if unlisted else "", without,
     )  # fmt: skip
 
 

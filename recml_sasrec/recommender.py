@@ -47,11 +47,15 @@ class Recommender:
         item_ids: pyarrow int64 or large_string [V], raw ids by table row.
         unknown: int64 [histories], how many ids of each history of the last ``recommend`` were skipped as unknown.
         without_history: how many of these histories had no known item, and so an empty list.
+        unknown_listed: how many ids of its ``allow`` and ``block`` were skipped as unknown.
+        candidates: bool [V], the items that may be recommended at all, None for every one: ``load`` sets those with a
+            training event where the run ranks no others, ``restrict`` takes from them.
     """
 
     def __init__(self, config: Config, item_ids: pa.Array, layout: Layout, graphdef: nnx.GraphDef, params: Params):
         self.config, self.item_ids = config, item_ids
-        self.unknown, self.without_history = np.zeros(0, np.int64), 0
+        self.unknown, self.without_history, self.unknown_listed = np.zeros(0, np.int64), 0, 0
+        self.candidates: np.ndarray | None = None
         self._find_many = Encoder(item_ids)
         self._params = params
         self._table = model.item_vectors(params)
@@ -86,7 +90,22 @@ class Recommender:
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout.of(shapes)
             )
             params = checkpoints.restore_params(step, like)
-        return cls(config, item_ids, layout, graphdef, params)
+        recommender = cls(config, item_ids, layout, graphdef, params)
+        recommender.candidates = run_folder.read_trained_items(workdir, config, len(item_ids))
+        return recommender
+
+    def restrict(self, allow: Iterable[RawId] | None = None, block: Iterable[RawId] | None = None) -> None:
+        """From now on recommends only items of ``allow``, where given, and none of ``block``, whatever a call allows.
+
+        Raises:
+            DataError: an id that is no integer or text, or of the wrong one of the two.
+        """
+        self.unknown_listed = 0
+        dense = [
+            None if ids is None else self._dense_listed([_entries(ids, what)], what)[0]
+            for what, ids in (("allow", allow), ("block", block))
+        ]
+        self.candidates = self._mask(*dense)
 
     def recommend(
         self,
@@ -103,7 +122,7 @@ class Recommender:
                 count. Where the run's ids are integers, text such as "42" is one too.
             k: length of a list; shorter where fewer items are allowed.
             filter_seen: never recommend an item of the history, however long ago.
-            allow: raw ids that may be recommended, for all users; or a collection of them for each history.
+            allow: raw ids that may be recommended, for all users; or for each history a collection of them or None.
             block: raw ids that may not be, likewise.
 
         Returns:
@@ -118,25 +137,27 @@ class Recommender:
         able = np.array([index for index, items in enumerate(seen) if len(items)], np.int64)
         self.without_history = len(seen) - len(able)
         self._report()
+        self.unknown_listed = 0
         allowed, allowed_lists = self._restriction("allow", allow, len(seen))
         blocked, blocked_lists = self._restriction("block", block, len(seen))
-        mask = None
-        if allowed is not None or blocked is not None:
-            mask = np.full(len(self.item_ids), allowed is None)
-            mask[[] if allowed is None else allowed] = True
-            mask[[] if blocked is None else blocked] = False
+        mask = self._mask(allowed, blocked)
         candidates = None if mask is None else jnp.asarray(mask)
         lists: list[list[tuple[RawId, float]]] = [[] for _ in seen]
         pending: tuple[np.ndarray, jax.Array, jax.Array] | None = None
-        longest = max(map(len, allowed_lists or ()), default=0)
         bias = model.ranking_bias(self._params)
-        for users, rows in _batches(able, max(k, longest)):
-            dropped = [blocked_lists[user] if blocked_lists else _NONE for user in users]
+        # who has an allow list is scored by it alone
+        has_list = np.array([allowed_lists is not None and allowed_lists[user] is not None for user in able], bool)
+        longest = max((len(items) for items in allowed_lists or () if items is not None), default=0)
+        batches = [(True, *batch) for batch in _batches(able[has_list], max(k, longest))]
+        batches += [(False, *batch) for batch in _batches(able[~has_list], k)]
+        for by_list, users, rows in batches:
+            dropped = [_of_user(blocked_lists, user) for user in users]
             if filter_seen:
                 dropped = [np.union1d(items, seen[user]) for items, user in zip(dropped, users, strict=True)]
             hidden = self._encode(self._params, self._queries([seen[user] for user in users], rows))
-            if allowed_lists:
-                listed = [np.setdiff1d(allowed_lists[user], drop) for user, drop in zip(users, dropped, strict=True)]
+            if by_list:
+                own = [_of_user(allowed_lists, user) for user in users]
+                listed = [np.setdiff1d(items, drop) for items, drop in zip(own, dropped, strict=True)]
                 listed = listed if mask is None else [items[mask[items]] for items in listed]
                 padded = _padded(listed, rows)
                 scores, ids = top_k_listed_jit(hidden, self._table, padded, min(k, padded.shape[1]), bias=bias)
@@ -164,7 +185,8 @@ class Recommender:
             raise DataError(f"item {item!r} is none of the {len(self.item_ids):,} items of the run; give one of those")
         # the cosines are a table of width 1, which the streamed search ranks by its product with 1
         cosines_V1 = self._cosines(self._table, row[0])
-        scores, ids = self._top_k(jnp.ones((1, 1)), cosines_V1, k, exclude=row[None])
+        candidates = None if self.candidates is None else jnp.asarray(self.candidates)
+        scores, ids = self._top_k(jnp.ones((1, 1)), cosines_V1, k, exclude=row[None], candidates=candidates)
         lists: list[list[tuple[RawId, float]]] = [[]]
         self._name(lists, np.zeros(1, np.int64), scores, ids)
         return lists[0]
@@ -194,26 +216,39 @@ class Recommender:
             n = int((ids_QK[row] >= 0).sum())  # what is missing is at the end
             lists[user] = list(zip(raw[row * k : row * k + n], scores_QK[row, :n].tolist(), strict=True))
 
+    def _mask(self, allowed: np.ndarray | None, blocked: np.ndarray | None) -> np.ndarray | None:
+        """bool [V], the candidates that are in ``allowed`` and not in ``blocked``, which hold dense ids; None: all."""
+        if allowed is None and blocked is None:
+            return self.candidates
+        mask = np.full(len(self.item_ids), allowed is None)
+        mask[[] if allowed is None else allowed] = True
+        mask[[] if blocked is None else blocked] = False
+        return mask if self.candidates is None else mask & self.candidates
+
     def _restriction(
         self, name: str, ids: Iterable[Any] | None, users: int
-    ) -> tuple[np.ndarray | None, list[np.ndarray] | None]:
+    ) -> tuple[np.ndarray | None, list[np.ndarray | None] | None]:
         """(dense ids for all users or None, those of each user or None)."""
         if ids is None:
             return None, None
         entries = _entries(ids, name)
-        flat = all(isinstance(entry, str) or not isinstance(entry, Iterable) for entry in entries)
-        if flat:
-            parts, unknown = self._dense_lists([entries], name)
-        elif len(entries) == users:
-            parts, unknown = self._dense_lists(entries, name)
-        else:
+        if not any(entry is None or (isinstance(entry, Iterable) and not isinstance(entry, str)) for entry in entries):
+            return self._dense_listed([entries], name)[0], None
+        if len(entries) != users:
             raise DataError(
                 f"{name} has {len(entries)} lists for {users} histories; give one for each history, or one list of ids "
                 "for all"
             )
+        parts = self._dense_listed([[] if entry is None else entry for entry in entries], name)
+        return None, [None if entry is None else part for entry, part in zip(entries, parts, strict=True)]
+
+    def _dense_listed(self, lists: Sequence[Any], name: str) -> list[np.ndarray]:
+        """The dense ids of each list, with the unknown ones counted and told."""
+        parts, unknown = self._dense_lists(lists, name)
         if unknown.any():
             log.warning("%s: %d ids are none of the run's items", name, unknown.sum())
-        return (parts[0], None) if flat else (None, parts)
+        self.unknown_listed += int(unknown.sum())
+        return parts
 
     def _report(self) -> None:
         if self.unknown.any() or self.without_history:
@@ -257,6 +292,11 @@ class Recommender:
 
 
 _NONE = np.zeros(0, np.int32)
+
+
+def _of_user(lists: list[np.ndarray | None] | None, user: int) -> np.ndarray:
+    items = lists[user] if lists is not None else None
+    return _NONE if items is None else items
 
 
 def _cosines(table_VD: jax.Array, row: jax.Array) -> jax.Array:

@@ -1,12 +1,14 @@
 """A run's folder: who may write to it, and whether it belongs to this config and these items.
 
-config.json  metrics.jsonl  evaluation.json  item_ids.arrow  grown.json  checkpoints/  TensorBoard events
+config.json  metrics.jsonl  evaluation.json  item_ids.arrow  grown.json  trained_items.npy  checkpoints/
+TensorBoard events
 """
 
 import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.loader import Data, open_data
 from recml_sasrec.data.store import Store, read_ids
 from recml_sasrec.data.vocabulary import fingerprint
-from recml_sasrec.files import write_atomically
+from recml_sasrec.files import replaced, write_atomically
+
+log = logging.getLogger("recml_sasrec")
 
 # what may differ between the run that made a folder and one that goes on in it: nothing that the parameters depend on
 CHANGEABLE = (
@@ -194,3 +198,35 @@ def read_item_ids(workdir: pathlib.Path, marks: dict[str, str]) -> pa.Array:
     if fingerprint(ids) != marks["vocabulary"]:
         raise ConfigError(f"{path} holds other item ids than the run was trained on; {remedy}")
     return ids
+
+
+def save_trained_items(workdir: pathlib.Path, trained: np.ndarray | None) -> None:
+    """Notes which items may be recommended, bool [V], where they are not all: it takes the events to know."""
+    if trained is not None:
+        with replaced(workdir / "trained_items.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, trained)
+
+
+def read_trained_items(workdir: pathlib.Path, config: Config, num_items: int) -> np.ndarray | None:
+    """bool [V], the items that a run with ``evaluation.candidates=train`` ranks; None where it ranks all.
+
+    Raises:
+        ConfigError: what the run noted is damaged.
+    """
+    if config.evaluation.candidates != "train":
+        return None
+    path = workdir / "trained_items.npy"
+    remedy = "start the run's training command again, which writes it"
+    if not path.exists():
+        log.warning(
+            "%s has no trained_items.npy: items without a training event are recommended too, though the run ranks "
+            "only the others; %s", workdir, remedy,
+        )  # fmt: skip
+        return None
+    try:
+        trained = np.load(path)
+        if trained.shape == (num_items,) and trained.dtype == bool:
+            return trained
+    except (ValueError, EOFError):  # it holds something else, a pickle included
+        pass
+    raise ConfigError(f"{path}, which items the run was trained on, is damaged or another run's; {remedy}")

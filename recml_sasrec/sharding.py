@@ -98,6 +98,13 @@ def make_layout(config: Config, num_items: int, topology: Sequence[jax.Device] |
     chosen = not data and not items
     if chosen:
         items = devices if rows % devices or _prefers_shards(num_items, tokens) else 1
+    for name, size in (("data", data), ("items", items)):
+        if size and not (data and items) and devices % size:
+            near = min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(n - size))
+            raise ConfigError(
+                f"config.mesh.{name}={size} does not divide the {devices} devices; the nearest number that does is "
+                f"{near}, and 0 lets it be chosen"
+            )
     data, items = data or max(devices // items, 1), items or max(devices // max(data, 1), 1)
     if data * items != devices:
         raise ConfigError(

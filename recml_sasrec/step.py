@@ -189,10 +189,14 @@ def accumulate(gradient, params: Params, batch: Batch, key: jax.Array, parts: in
 def make_encoder(graphdef: nnx.GraphDef, layout: Layout | None = None) -> Callable[[Params, QueryBatch], jax.Array]:
     """(params, query batch) -> float32 hidden [Q, D] of each query's last event, without dropout."""
 
+    on_one_cpu = jax.default_backend() == "cpu" and (layout is None or layout.placement is None)
+
     def encode(params: Params, queries: QueryBatch) -> jax.Array:
         model = nnx.merge(graphdef, params)
         lookup = take_rows if layout is None else layout.of_rows(queries.items.shape[0]).lookup
-        hidden = model(queries.items, queries.positions, queries.segment_ids, lookup=lookup)
-        return hidden[queries.rows, queries.columns].astype(jnp.float32)
+        wanted = jnp.asarray(queries.rows), jnp.asarray(queries.columns)
+        batch = queries.items, queries.positions, queries.segment_ids
+        hidden = model(*batch, lookup=lookup, queries=wanted, cached=on_one_cpu)
+        return hidden.astype(jnp.float32)
 
     return encode

@@ -18,6 +18,7 @@ from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.meter import Meter
 from recml_sasrec.preemption import Interrupted, StopRequest
+from recml_sasrec.ranking import evaluation
 from recml_sasrec.ranking.evaluation import Rows
 from recml_sasrec.run import Progress, Run
 from recml_sasrec.step import TrainState
@@ -59,6 +60,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
                     f"{workdir} holds a run of {progress.step} steps, more than "
                     f"config.train.steps={config.train.steps}; raise it or use another --workdir"
                 )
+            if hosts.is_first():
+                run_folder.save_trained_items(workdir, evaluation.candidate_mask(config, data))
             if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
                 growth = None if base is None else hosts.together(lambda: grow.plan(base, data.store, config))
                 train_step = run.compile_step()  # says what it needs before the state takes its memory

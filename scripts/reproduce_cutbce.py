@@ -156,7 +156,7 @@ def in_child(case: Case, workdir: pathlib.Path, words: Sequence[str]) -> dict[st
 
 def make_row(case: Case, flags: argparse.Namespace, overrides: Sequence[str]) -> None:
     """The child: prints ``ROW {...}``."""
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    threading.Thread(target=reproduction.leave_with_parent, daemon=True).start()
     import jax
 
     from recml_sasrec import trainer
@@ -175,12 +175,6 @@ def make_row(case: Case, flags: argparse.Namespace, overrides: Sequence[str]) ->
             raise
         row["error"] = f"out of memory: {str(error).splitlines()[0][:200]}"
     print("ROW " + json.dumps(row), flush=True)
-
-
-def leave_with_parent() -> None:
-    """Asks this process to stop, as Ctrl-C would, when its parent has ended."""
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def measure(config: Config, rehearse: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import reproduction  # beside this script
 from recml_sasrec import command
 from recml_sasrec.config import Config
 from recml_sasrec.config_file import load_config
+from recml_sasrec.ranking import item_knn
 from recml_sasrec.ranking.baselines import DECAY_HOURS
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ BASELINES: dict[str, Baseline] = {
     "DecayPop": "decay_pop",
     "ItemKNN": "item_knn",
 }
-KNN_HOURS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0, 24.0, 72.0, 168.0)  # the paper's grid is not published
 EPOCHS = 100  # of the paper's SASRec
 REHEARSAL = [
     "data.source=synthetic",
@@ -158,7 +158,8 @@ class Reproduction:
         from recml_sasrec.ranking import evaluation
 
         tuning = self.ours()
-        tuning.evaluation.decay_hours, tuning.evaluation.knn_hours = DECAY_HOURS, KNN_HOURS
+        tuning.evaluation.decay_hours = DECAY_HOURS
+        tuning.evaluation.knn_hours = item_knn.HOURS[self.flags.interaction]
         hours = evaluation.chosen_hours(tuning, open_data(tuning), name)
         final = self.ours(FINAL)
         final.evaluation.baselines = (name,)

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import pathlib
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -75,11 +78,17 @@ def kept_row(workdir: pathlib.Path, name: str, make: Callable[[], dict[str, Any]
     return row
 
 
-def write_table(workdir: pathlib.Path, text: str, result: dict[str, Any]) -> None:
-    """table.md and table.json, and the table on the console."""
-    write_atomically(workdir / "table.json", json.dumps(result, indent=2) + "\n")
-    write_atomically(workdir / "table.md", text)
-    print(f"\n{text}\nwritten to {workdir / 'table.md'} and table.json", flush=True)
+def leave_with_parent() -> None:
+    """Asks this process to stop, as Ctrl-C would, when its parent has ended or closed the pipe that stdin is."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def write_table(workdir: pathlib.Path, text: str, result: dict[str, Any], name: str = "table") -> None:
+    """NAME.md and NAME.json, and the table on the console."""
+    write_atomically(workdir / f"{name}.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(workdir / f"{name}.md", text)
+    print(f"\n{text}\nwritten to {workdir / name}.md and {name}.json", flush=True)
 
 
 def put_between_markers(path: pathlib.Path, name: str, text: str) -> None:

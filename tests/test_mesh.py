@@ -121,6 +121,12 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_sentence():
     config.mesh.data, config.mesh.items = 4, 3
     with pytest.raises(ConfigError, match=r"mesh.data=4 times config.mesh.items=3 is 12, but there are 2 devices"):
         sharding.make_layout(config, 100)
+    for config.mesh.data, config.mesh.items, sentence in (
+        (3, 0, "config.mesh.data=3 does not divide the 8 devices; the nearest number that does is 2, and 0 lets it"),
+        (0, 16, "config.mesh.items=16 does not divide the 8 devices; the nearest number that does is 8, and 0 lets it"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            sharding.make_layout(config, 100, topology=[None] * 8)
     config.mesh.data, config.mesh.items, config.train.batch_size = 2, 1, 7
     with pytest.raises(ConfigError, match=r"batch_size=7.* 2 devices of config.mesh.data; the nearest is 8"):
         sharding.make_layout(config, 100)

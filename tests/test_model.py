@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recml_sasrec import model as model_module
 from recml_sasrec.config import ModelConfig
 from recml_sasrec.model import SASRec, prior_log_odds
 
@@ -68,6 +69,20 @@ def test_other_rows_of_the_batch_change_nothing():
     one, other = row([3, 1, 4]), row([2, 7, 1, 8])
     both = [np.concatenate(pair) for pair in zip(one, other, strict=True)]
     np.testing.assert_allclose(np.asarray(model(*both))[0, :3], np.asarray(model(*one))[0, :3], atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_queries_are_those_positions_of_the_whole(norm, monkeypatch):
+    model = make_model(norm)
+    batch = [np.concatenate(pair) for pair in zip(row([3, 1, 4], [1, 5]), row([2, 7, 1, 8]), row([6] * N), strict=True)]
+    rows, columns = np.array([1, 0, 2, 0, 0, 2]), np.array([3, 4, N - 1, 2, 0, 5])
+    whole = np.asarray(model(*batch))[rows, columns]
+    queries = jnp.asarray(rows), jnp.asarray(columns)
+    # two rows at a time, then the one that is left; and more at a time than there are
+    for cached, scores in ((False, 0), (True, 2 * 2 * N * N), (True, 2**20)):
+        monkeypatch.setattr(model_module, "CACHED_SCORES", scores)
+        hidden = np.asarray(model(*batch, queries=queries, cached=cached))
+        np.testing.assert_allclose(hidden, whole, atol=1e-6, rtol=1e-6)
 
 
 def test_padding_gives_no_gradient():

@@ -1,9 +1,6 @@
 """Recommendations by raw ids, against the evaluation's lists and brute force in numpy."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,11 +15,9 @@ from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.data.queries import evaluated_users
 from recml_sasrec.ranking import evaluation
-from recml_sasrec.recommender import _batches
 from recml_sasrec.run import Progress, Run
 from tests.tiny import tiny_config
 
-ROOT = pathlib.Path(__file__).parent.parent
 K = 10
 WORDS = [f"{name} {n}" for n in range(10) for name in ("Größe,", "東京", "naïve\u2028x", "a")][:39]
 
@@ -146,28 +141,15 @@ def test_allow_block_seen_and_long_lists_agree_with_brute_force(integers):
         ({"allow": others, "block": some}, [o - set(some) for o in others]),
         ({"allow": np.array(some), "block": others}, [set(some) - o for o in others]),
         ({"allow": []}, [set()] * 4),
+        ({"allow": [some, None, others[2], []]}, [set(some), set(raw), others[2], set()]),
+        ({"block": [None, some, None, some]}, [set(raw), set(raw) - set(some)] * 2),
+        ({"allow": [None] * 4, "block": [None] * 4}, every),
     ]
     for options, allowed in cases:
         lists = recommender.recommend(histories, k=1000, **options)  # all that is allowed
         for got, history, items in zip(lists, histories, allowed, strict=True):
             same(got, brute(recommender, history, 1000, items))
     assert recommender.recommend(histories, k=K) == [got[:K] for got in recommender.recommend(histories, k=1000)]
-
-
-@pytest.mark.parametrize(
-    ("users", "width", "sizes"),
-    [
-        (300, 100, [(256, 256), (44, 64)]),
-        (9, 100, [(9, 64)]),
-        (0, 1, []),
-        (70, 1 << 16, [(64, 64), (6, 8)]),
-        (9, 10**7, [(8, 8), (1, 8)]),
-    ],
-)
-def test_batches_have_few_sizes_and_fewer_rows_where_lists_are_long(users, width, sizes):
-    batches = list(_batches(np.arange(users), width))
-    assert [(len(part), rows) for part, rows in batches] == sizes
-    assert [user for part, _ in batches for user in part] == list(range(users))
 
 
 def test_ties_go_to_the_smaller_id_in_the_catalogue_and_in_a_list(integers):
@@ -280,11 +262,6 @@ def test_loading_leaves_a_save_in_progress_alone(integers):
     saving.rmdir()
 
 
-def test_the_package_does_not_load_jax_before_a_recommender_is_asked_for():
-    code = "import sys, recml_sasrec; assert 'jax' not in sys.modules; recml_sasrec.__getattr__"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 def command(capsys, *words):
     code = recommend.main([str(word) for word in words])
     return code, *capsys.readouterr()
@@ -325,7 +302,37 @@ def test_files_in_and_out_hold_the_same_lists(integers, tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integers, capsys):
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_file_s_own_lists_hold_for_their_user_beside_those_for_all(integers, tmp_path, capsys, caplog, kind):
+    workdir, recommender = integers
+    raw = recommender.item_ids.to_pylist()
+    rng = np.random.default_rng(2)
+    rows = [
+        {"user": user, "history": [raw[i] for i in rng.integers(len(raw), size=3)], "allow": allow, "block": block}
+        for user, (allow, block) in enumerate(
+            [(None, None), (raw[10:40], None), (None, raw[::2]), (raw[:30], [*raw[::3], 10**12]), ([], None)]
+        )
+    ]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    else:
+        lines = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, ids in (("allow", raw[5:]), ("block", raw[20:25])):
+        (tmp_path / name).write_text("\n".join(map(str, ids)))
+    code, out, _ = command(
+        capsys, "--workdir", workdir, "--input", tmp_path / f"in.{kind}", "--k", 200,
+        "--allow", tmp_path / "allow", "--block", tmp_path / "block",
+    )  # fmt: skip
+    assert code == 0 and "skipped 0 unknown ids and 1 of the users' allow and block lists" in caplog.text
+    for line, row in zip(map(json.loads, out.splitlines()), rows, strict=True):
+        allowed = set(raw[5:]) - set(raw[20:25]) - set(row["block"] or [])
+        allowed &= set(raw) if row["allow"] is None else set(row["allow"])
+        got = [(pair["item"], pair["score"]) for pair in line["items"]]
+        same(got, brute(recommender, row["history"], 200, allowed))
+
+
+def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integers, capsys, caplog):
     workdir, recommender = integers
     data = open_data(run_folder.read(workdir)[0])
     store, raw, names = data.store, data.store.item_ids.to_pylist(), data.store.user_ids.to_pylist()
@@ -338,6 +345,11 @@ def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integ
         assert code == 0 and len(lines) == (len(evaluated) if words == "test" else 2)
         history = [raw[item] for item in store.items[store.offsets[user] : end]]
         same([(pair["item"], pair["score"]) for pair in lines[names[user]]], brute(recommender, history, 10, set(raw)))
+    code, out, _ = command(capsys, "--workdir", workdir, "--users", f"nobody {names[0]} {10**15}")
+    assert code == 0 and [json.loads(line)["user"] for line in out.splitlines()] == [names[0]]
+    assert (
+        f"skipped 2 of 3 users, 'nobody' first, who are none of the {len(names)} users of the run's data" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,6 +370,12 @@ def test_users_of_the_store_have_the_histories_of_evaluation_or_all_events(integ
         (("--input", "IN", "--output", "OUT"), '{"user": 1, "history": "12"}', "must be a list of item ids"),
         (("--input", "IN", "--output", "OUT"), '{"user": 1, "history": [1]}\n{"user": "a", "history": [1]}', "not all"),
         (("--input", "IN", "--output", "OUT"), b"\xff", "is not UTF-8 text"),
+        (("--input", "IN"), '{"user": 1, "history": [1], "allow": 3}', "the allow list in line 1"),
+        (
+            ("--input", "IN"),
+            '{"user": 1, "history": [1], "block": [1.5]}',
+            "1.5 is a float but the run's ids are integers",
+        ),
     ],
 )
 def test_a_wrong_request_gets_one_sentence_and_leaves_no_file(integers, tmp_path, capsys, words, content, sentence):

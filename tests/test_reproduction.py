@@ -1,5 +1,6 @@
 """The reproduction scripts, rehearsed: complete tables after a kill in the middle; rows that are done are kept."""
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -14,6 +15,7 @@ import pytest
 
 from recml_sasrec import memory
 from recml_sasrec.config import ConfigError
+from recml_sasrec.ranking import evaluation
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -111,13 +113,27 @@ def test_cutbces_rehearsal_is_complete_after_a_kill_and_keeps_what_was_done(tmp_
 
 def test_a_row_without_enough_memory_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "device_limit", lambda device: 100_000)
-    monkeypatch.setattr(cutbce, "leave_with_parent", lambda: None)
+    monkeypatch.setattr(reproduction, "leave_with_parent", lambda: None)
     assert cutbce.main(["--rehearse", "--workdir", str(tmp_path), "--child", "dense_bce-128x256"]) == 0
     row = json.loads(capsys.readouterr().out.rpartition("ROW ")[2])
     assert row["error"].startswith("out of memory: a training step needs")
     row = {**cutbce.CASES[2]._asdict(), "ours": row}
     text = cutbce.markdown({"rehearsal": False, "items": 3, "split": "s", "rows": [row]})
     assert "| dense_bce | 128 | 256 | out of memory / out of memory: a training step needs" in text
+
+
+@pytest.mark.parametrize(("interaction", "last"), [("listens", 2.0), ("likes", 6.0)])
+def test_item_knns_hours_are_chosen_from_the_benchmarks_own_grid(tmp_path, monkeypatch, interaction, last):
+    def chosen_hours(config, data, name):
+        raise StopIteration(config.evaluation.knn_hours)
+
+    monkeypatch.setattr(evaluation, "chosen_hours", chosen_hours)
+    flags = argparse.Namespace(size="50m", interaction=interaction, rehearse=True, data=None, workdir=tmp_path)
+    with pytest.raises(StopIteration) as asked:
+        yambda.Reproduction(flags, []).baseline("item_knn")
+    grid = asked.value.args[0]
+    # the benchmark tries single seconds: 0.001 hours are 3.6
+    assert grid[:2] == (0.0, 0.001) and grid[-1] == last and len(grid) in (13, 9)
 
 
 def test_markers_are_replaced_and_the_rest_of_a_document_is_left_alone(tmp_path):

@@ -1,9 +1,10 @@
 """Histories to recommend for: of a parquet or JSON-lines file, streamed, or of users of a store."""
 
 import json
+import logging
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +15,24 @@ from recml_sasrec.data.queries import evaluated_users, target_ranges
 from recml_sasrec.data.vocabulary import Encoder
 from recml_sasrec.data.windows import ranges
 
+log = logging.getLogger("recml_sasrec")
 CHUNK = 1024  # histories in memory at a time
-Chunk = tuple[list, list[list]]  # users and, of each, the raw ids of its items, oldest first
+
+
+class Chunk(NamedTuple):
+    """Users and, of each, the raw ids of its items, oldest first, and of those it may and may not get."""
+
+    users: list
+    histories: list[list]
+    allow: list[list | None]  # None: all
+    block: list[list | None]
 
 
 def read_histories(path: pathlib.Path) -> Iterator[Chunk]:
     """Streams parquet with columns ``user`` and ``history`` (lists), or lines ``{"user": ..., "history": [...]}``.
 
-    A history that is null is empty. Users are integers or strings.
+    Columns or keys ``allow`` and ``block``, where there are any, hold lists of item ids too. A history that is null is
+    empty, an allow list that is null allows all. Users are integers or strings.
 
     Raises:
         DataError: a missing or broken file, column or field.
@@ -35,11 +46,11 @@ def store_histories(data: Data, users: str | Sequence[Any]) -> Iterator[Chunk]:
     """Streams histories of a run's own users.
 
     Args:
-        users: raw user ids, or ``all``: with all their events. ``test`` or ``validation``: who is evaluated on that
-            split, with the history that evaluation gives the model.
+        users: raw user ids, of which unknown ones are skipped with a word, or ``all``: with all their events. ``test``
+            or ``validation``: who is evaluated on that split, with the history that evaluation gives the model.
 
     Raises:
-        DataError: a user that the store has not.
+        DataError: users of whom the store has none.
     """
     store = data.store
     start, end = store.offsets[:-1], store.offsets[1:]
@@ -55,10 +66,9 @@ def store_histories(data: Data, users: str | Sequence[Any]) -> Iterator[Chunk]:
         sizes = end[some] - start[some]
         raw = store.item_ids.take(pa.array(store.items[ranges(start[some], sizes)])).to_pylist()
         ends = np.cumsum(sizes)
-        yield (
-            store.user_ids.take(pa.array(some)).to_pylist(),
-            [raw[e - n : e] for e, n in zip(ends, sizes, strict=True)],
-        )
+        names = store.user_ids.take(pa.array(some)).to_pylist()
+        free: list[list | None] = [None] * len(some)
+        yield Chunk(names, [raw[e - n : e] for e, n in zip(ends, sizes, strict=True)], free, free)
 
 
 def _dense_users(user_ids: pa.Array, users: Sequence[Any]) -> np.ndarray:
@@ -69,59 +79,70 @@ def _dense_users(user_ids: pa.Array, users: Sequence[Any]) -> np.ndarray:
             dense[index] = find(pa.array([str(user)], pa.large_string()).cast(user_ids.type))[0]
         except (pa.ArrowInvalid, UnicodeError):
             dense[index] = -1
-        if dense[index] < 0:
-            raise DataError(f"user {user!r} is none of the {len(user_ids):,} users of the run's data; give its history")
-    return dense
+    unknown = [user for user, row in zip(users, dense, strict=True) if row < 0]
+    if unknown:
+        whose = f"{len(user_ids):,} users of the run's data"
+        if len(unknown) == len(users):
+            raise DataError(f"user {unknown[0]!r} is none of the {whose}; give its history")
+        log.warning(
+            "skipped %d of %d users, %r first, who are none of the %s", len(unknown), len(users), unknown[0], whose
+        )
+    return dense[dense >= 0]
 
 
 def _parquet_chunks(path: pathlib.Path) -> Iterator[Chunk]:
     name = str(path)
     file = open_parquet(name)
-    columns = [find_column(name, file.schema_arrow.names, column) for column in ("user", "history")]
-    kind = file.schema_arrow.field(columns[1]).type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        raise DataError(
-            f"column {columns[1]!r} of {name!r} holds {kind} values but histories must be lists of item ids"
-        )
+    names = file.schema_arrow.names
+    columns = [find_column(name, names, column) for column in ("user", "history")]
+    columns += [column for column in ("allow", "block") if column in names]
+    for column in columns[1:]:
+        kind = file.schema_arrow.field(column).type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            what = "histories" if column == columns[1] else f"{column} lists"
+            raise DataError(f"column {column!r} of {name!r} holds {kind} values but {what} must be lists of item ids")
     row = 0
     for batch in parquet_batches(name, file, columns, CHUNK):
-        users = batch.column(0).to_pylist()
+        values = dict(zip(columns, (column.to_pylist() for column in batch.columns), strict=True))
+        users, histories = values[columns[0]], values[columns[1]]
         for number, user in enumerate(users, row + 1):
             _check_user(user, f"row {number} of {name!r}")
         row += len(users)
-        yield users, [history or [] for history in batch.column(1).to_pylist()]
+        free: list[list | None] = [None] * len(users)
+        yield Chunk(
+            users, [history or [] for history in histories], values.get("allow", free), values.get("block", free)
+        )
 
 
 def _json_chunks(path: pathlib.Path) -> Iterator[Chunk]:
-    users: list = []
-    histories: list[list] = []
+    rows: list[tuple] = []
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                user, history = _parse(line, f"line {number} of {str(path)!r}")
-                users.append(user)
-                histories.append(history)
-                if len(users) == CHUNK:
-                    yield users, histories
-                    users, histories = [], []
+                rows.append(_parse(line, f"line {number} of {str(path)!r}"))
+                if len(rows) == CHUNK:
+                    yield Chunk(*map(list, zip(*rows, strict=True)))
+                    rows = []
     except UnicodeDecodeError as error:
         raise DataError(f"{str(path)!r} is not UTF-8 text ({error.reason}); write it as UTF-8 or as .parquet") from None
-    if users:
-        yield users, histories
+    if rows:
+        yield Chunk(*map(list, zip(*rows, strict=True)))
 
 
-def _parse(line: str, place: str) -> tuple[Any, list]:
+def _parse(line: str, place: str) -> tuple[Any, list, list | None, list | None]:
     try:
         entry = json.loads(line)
         user, history = entry["user"], entry["history"]
+        allow, block = entry.get("allow"), entry.get("block")
     except (ValueError, TypeError, KeyError, RecursionError):
         raise DataError(f'{place} is not {{"user": ..., "history": [...]}}; correct it') from None
     _check_user(user, place)
-    if history is not None and not isinstance(history, list):
-        raise DataError(f"the history in {place} is {history!r} but must be a list of item ids; correct it")
-    return user, history or []
+    for what, ids in (("history", history), ("allow list", allow), ("block list", block)):
+        if ids is not None and not isinstance(ids, list):
+            raise DataError(f"the {what} in {place} is {ids!r} but must be a list of item ids; correct it")
+    return user, history or [], allow, block
 
 
 def _check_user(user: Any, place: str) -> None:

@@ -1,5 +1,6 @@
 """What the arguments of a head must be, and what all heads make of them."""
 
+import math
 from typing import Literal
 
 import jax
@@ -42,10 +43,11 @@ def without_padding(targets, bias, rows: int, num_items: int | None):
 
 def flatten(hidden, targets, weights, temperature) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens on one axis: h_TD divided by the temperature, targets_TL, float32 weight_T."""
-    h_TD = hidden.reshape(-1, hidden.shape[-1])
+    # sizes are named, not left to -1, which a batch without tokens would leave open
+    h_TD = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
     if not (isinstance(temperature, int | float) and temperature == 1):
         h_TD = (h_TD.astype(jnp.float32) / temperature).astype(h_TD.dtype)
-    targets_TL = targets.astype(jnp.int32).reshape(h_TD.shape[0], -1)
+    targets_TL = targets.astype(jnp.int32).reshape(h_TD.shape[0], targets.shape[-1])
     weight_T = jnp.ones(h_TD.shape[0]) if weights is None else weights.reshape(-1).astype(jnp.float32)
     return h_TD, targets_TL, weight_T
 

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +23,7 @@ from recml_sasrec.data.loader import Data, open_store_of
 from recml_sasrec.data.split import make_split
 from recml_sasrec.data.store import Store, build_store
 from recml_sasrec.data.vocabulary import Encoder
+from recml_sasrec.ranking import evaluation
 
 FAR = 2**32 + 12_345  # events of the user before ours: files with holes instead of data
 
@@ -72,6 +74,39 @@ def test_rows_above_2_to_the_32_are_written_sorted_split_and_batched(far_store, 
         inputs, targets = batch.items[row][real], batch.targets[row][real]
         assert np.all(targets[:, 0] == inputs + 1)  # items follow each other in every history
         assert inputs.min() >= 0 and inputs.max() < 50
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_users_above_2_to_the_32_are_evaluated_on_their_own_events(far_store, filter_seen):
+    rng = np.random.default_rng(0)
+    items, times = rng.integers(0, 100, 43), np.r_[30, 37, 39, np.arange(40)]
+    far_store.items[FAR:], far_store.timestamps[FAR:] = items, times
+    rest = {"num_users": 2, "offsets": far_store.offsets[1:], "user_ids": pa.array([1, 2])}
+    near = Store(**{name: rest.get(name, getattr(far_store, name)) for name in Store.__dataclass_fields__})
+    data = Data(near, make_split(near, SplitConfig("temporal", test_start=38)))
+    config = Config(data=DataConfig(length=8))
+    config.evaluation.ks, config.evaluation.filter_seen = (10, 100), filter_seen
+    config.evaluation.baselines = ("most_pop",)
+    table = rng.normal(size=(100, 100)).astype(np.float32)  # an item's scores after the history's last item
+
+    def encode(batch):
+        return np.eye(100, dtype=np.float32)[batch.items[batch.rows, batch.columns]]
+
+    users = [(items[:3], times[:3]), (items[3:], times[3:])]
+    trained = np.concatenate([own[at < 38] for own, at in users])
+    popularity = np.bincount(trained, minlength=100)
+    expected = {"sasrec": [], "most_pop": []}
+    for own, at in users:
+        history, targets = own[at < 38], set(own[at >= 38])
+        for name, scores in (("sasrec", table[:, history[-1]]), ("most_pop", popularity)):
+            ranked = sorted(range(100), key=lambda item, scores=scores: (-scores[item], item))
+            ranked = [item for item in ranked if not filter_seen or item not in history]
+            gains = [1 / np.log2(place + 2) for place, item in enumerate(ranked) if item in targets]
+            expected[name].append(sum(gains) / sum(1 / np.log2(place + 2) for place in range(len(targets))))
+    got = evaluation.evaluate(config, data, encode, jnp.asarray(table), None, "test")
+    assert got["ndcg@100"] == pytest.approx(np.mean(expected["sasrec"]), rel=1e-6) and got["ndcg@100"] > 0
+    got = evaluation.evaluate_baselines(config, data, "test")["most_pop"]
+    assert got["ndcg@100"] == pytest.approx(np.mean(expected["most_pop"]), rel=1e-6)
 
 
 def test_no_room_is_said_before_writing_with_the_bytes_needed(tmp_path, monkeypatch):

@@ -98,6 +98,22 @@ def test_all_tokens_masked_is_zero_not_nan(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_tokens_are_a_loss_of_zero(name, shape):
+    _, table, _, bias, _ = problem(5)
+    arguments = (np.zeros((*shape, table.shape[1])), table, np.zeros((*shape, 4), int), bias, np.zeros(shape))
+    for reduction in ("sum", "token_mean", "mean"):
+        (loss, counts), grads = gradients(HEADS[name], arguments, reduction=reduction)
+        assert loss == 0 and tuple(map(int, counts)) == (0, 0, 0, 0)
+        assert {n: grad.shape for n, grad in grads.items()} == dict(
+            zip(NAMES, map(np.shape, [arguments[0], table, bias, arguments[4]]), strict=True)
+        )
+        assert not any(grad.any() for grad in grads.values())
+    losses, _, ranks = HEADS[name](*arguments, reduction="none", with_ranks=True)
+    assert losses.shape == ranks.shape == shape
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_reductions(name):
     arguments = problem(4)
     wanted = reference(*arguments)
