@@ -14,7 +14,7 @@ from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
-from recml_sasrec.data.store import Store, build_store, fingerprint_of, source_fingerprint
+from recml_sasrec.data.store import Store, build_store, fingerprint_of, open_store, source_fingerprint
 from recml_sasrec.data.windows import Windows, build_batch, make_windows
 
 Which = Literal["validation", "test"]
@@ -29,13 +29,15 @@ def cache_folder(config: Config) -> str:
 
 
 def open_store_of(config: Config) -> Store:
-    """Builds the store of the configuration's source in the cache, or opens it.
+    """Builds the store of the configuration's source in the cache, or opens it (source=store: the one at its path).
 
     Raises:
         DataError: whatever is wrong with the source.
     """
     data = config.data
     path = os.path.expanduser(data.path)
+    if data.source == "store":
+        return open_store(path)
     if data.source == "yambda":
         path = hub.locate(data)
     elif not path and data.source == "synthetic":

@@ -10,7 +10,8 @@ import pytest
 
 from recml_sasrec.data import store as store_module
 from recml_sasrec.data.events import DataError, EventBatch
-from recml_sasrec.data.store import build_store, open_store, temporary_name
+from recml_sasrec.data.folders import temporary_name
+from recml_sasrec.data.store import build_store, open_store
 from recml_sasrec.data.vocabulary import Encoder
 
 
