@@ -19,7 +19,7 @@ ITEM = (
 ).split()
 TIME = (
     "timestamp ts time date datetime eventtime eventtimestamp eventdate createdat createdtime occurredat timems "
-    "timestampms unixtime unixtimestamp unixreviewtime reviewtime"
+    "timestampms checkintime tdat unixtime unixtimestamp unixreviewtime reviewtime"
 ).split()
 LINES = "user item item ... lines"
 _FIRST_LINES = 50

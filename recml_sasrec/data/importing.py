@@ -88,6 +88,8 @@ def import_log(path: str, output: str, asked: Asked = NOTHING, append: bool = Fa
     report = []
 
     def finish(work: str) -> None:
+        if append and open_store(output).fingerprint != before:
+            raise DataError(f"{output!r} was changed by another process; start again")
         store = open_store(work)
         fields = suggest.write(work, suggest.facts_of(store))
         report.append(_report(source, integers, store, old if append else None, fields, output))

@@ -28,6 +28,7 @@ from recml_sasrec.files import unfinished
 log = logging.getLogger("recml_sasrec")
 
 VERSION = 2
+FRACTIONS = "fractions.npy"  # int32 [E] nanoseconds, of imported logs alone
 _SORT_EVENTS = 1 << 20  # events sorted at once
 _READ_EVENTS = 1 << 19  # of a batch read back
 _MAX_IDS = 2**31 - 1
@@ -178,7 +179,7 @@ def read_store(store: Store) -> Iterator[EventBatch]:
     Their ticks are those of the source if the store was made with ``keep_fractions``, else seconds.
     """
     fractions, ticks = None, 1
-    path = os.path.join(store.directory, "fractions.npy")
+    path = os.path.join(store.directory, FRACTIONS)
     if os.path.exists(path):
         fractions, ticks = np.load(path, mmap_mode="r"), read_meta(store.directory)["ticks"]
     for first, last in user_chunks(store.offsets, _READ_EVENTS):
@@ -239,11 +240,13 @@ def _build(
     item_map = _create(os.path.join(work, "items.npy"), events, np.int32)
     time_map = _create(os.path.join(work, "timestamps.npy"), events, np.int64)
     _scatter(read, Encoder(user_ids), Encoder(item_ids), offsets, item_map, time_map, source)
-    fractions = _create(os.path.join(work, "fractions.npy"), events, np.int32) if keep_fractions else None
+    fractions = _create(os.path.join(work, FRACTIONS), events, np.int32) if keep_fractions else None
     found = _sort_users(offsets, item_map, time_map, has_time, ticks, fractions)
     for array in (item_map, time_map, fractions):
         if array is not None:
             array.flush()
+    if fractions is not None and not fractions.any():
+        os.remove(os.path.join(work, FRACTIONS))
     meta = {
         "version": VERSION,
         "fingerprint": fingerprint,

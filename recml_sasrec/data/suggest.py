@@ -51,8 +51,10 @@ def facts_of(store: Store) -> Facts:
     """Counts what the rules ask for: a pass over the events where they have times.
 
     Raises:
-        DataError: no user has enough events to be trained and tested on.
+        DataError: there is one item, or no user has enough events to be trained and tested on.
     """
+    if store.num_items < 2:
+        raise DataError("the log has 1 item but ranking needs at least 2 items; give more events")
     lengths = np.sort(np.diff(store.offsets))
     rank = lambda share: int(lengths[max(int(np.ceil(share * len(lengths))) - 1, 0)])  # noqa: E731
     late_users = late_inputs = 0

@@ -112,7 +112,8 @@ def recognise_unit(low: float, high: float, name: str, path: str) -> str:
         return ""
     raise DataError(
         f"column {name!r} of {path!r} holds times from {low:,} to {high:,}, which are dates in no one unit (as "
-        f"seconds {_year(low, 1)} to {_year(high, 1)}, as milliseconds {_year(low, 1000)} to {_year(high, 1000)}); "
+        f"seconds the years {_year(low, 1)} to {_year(high, 1)}, as milliseconds {_year(low, 1000)} to "
+        f"{_year(high, 1000)}); "
         "give --time-unit s, ms, us or ns, or remove the rows with wrong times"
     )
 
@@ -122,8 +123,8 @@ def _is_day(number: float) -> bool:
     return 1970 <= year <= 2100 and 1 <= month <= 12 and 1 <= day <= 31
 
 
-def _year(number: float, ticks: int) -> str:
-    return f"the year {1970 + int(number / ticks // 31_556_952):,}"
+def _year(number: float, ticks: int) -> int:
+    return 1970 + int(number / ticks // 31_556_952)
 
 
 def date_of(seconds: int) -> str:
