@@ -258,6 +258,8 @@ def _report(
         f"train: python -m recml_sasrec.train --config configs/custom.py --workdir {shlex.quote(f'runs/{name}')} "
         f"--config.data.path={shlex.quote(output)}",
     ]
+    if old is not None:
+        lines.append("go on from a run on the store before: with --config.init.from_run=RUN and another --workdir")
     return "\n".join(lines)
 
 

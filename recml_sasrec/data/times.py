@@ -100,6 +100,9 @@ def recognise_unit(low: float, high: float, name: str, path: str) -> str:
     Raises:
         DataError: they may be of several units, or of none.
     """
+    for bound in (low, high):
+        if not abs(bound) <= INT64_MAX:  # infinite too
+            _overflow(bound, name, path)
     for unit, ticks in TICKS.items():
         if YEAR_1980 * ticks <= low and high < YEAR_2100 * ticks:
             return unit

@@ -206,6 +206,8 @@ HEADER = "user_id,item_id,ts\n"
             "has datetimes, which have a unit; leave out --time-unit s",
         ),
         ("user,item\n" + "1,2\n" * 4, {"time": "none", "time_unit": "s"}, "has no times; leave out --time-unit s"),
+        (HEADER + "1,2,inf\n" * 4, {}, "the time inf, outside"),
+        (HEADER + "1,2,-3\n" * 4, {"time_unit": "s"}, "the negative time -3"),
         (HEADER + "-1,2,3\n" * 4, {}, "negative id -1"),
         (HEADER + "1,2,3\n1,4,5\n", {}, "the longest history is of 2"),
         (HEADER + "1,2,3\n" * 5, {}, "1 item"),
@@ -343,6 +345,19 @@ def test_a_kill_while_the_new_store_takes_its_place_loses_none(tmp_path, monkeyp
     import_log(path, shop, append=True)
     assert open_store(shop).num_events == 10
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "b.csv", "shop"]
+
+
+def test_the_command_prints_the_report(tmp_path, capsys):
+    rows = [(f"u {i % 3}", i % 4, BEGIN + i) for i in range(30)]
+    words = ["--input", write_csv(tmp_path / "a.csv", rows, "who,what,when"), "--output", str(tmp_path / "shop")]
+    words += ["--user", "who", "--item", "what", "--time", "when", "--time-unit", "s"]
+    assert prepare.main(words) == 0
+    told = capsys.readouterr().out
+    assert "3 users, 4 items, 30 events" in told and "--config.data.path=" in told
+    more = write_csv(tmp_path / "b.csv", [("u 9", 9, BEGIN)], "who,what,when")
+    assert prepare.main(["--input", more, "--output", str(tmp_path / "shop"), "--append"]) == 0  # columns as before
+    told = capsys.readouterr().out
+    assert "added to 30 events: 1 events, 1 new users, 1 new items" in told and "config.init.from_run=RUN" in told
 
 
 @pytest.mark.parametrize(
