@@ -12,6 +12,7 @@ from recml_sasrec.config import Config
 from recml_sasrec.data import hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
+from recml_sasrec.data.folders import restore
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
 from recml_sasrec.data.store import Store, build_store, fingerprint_of, open_store, source_fingerprint
@@ -37,6 +38,12 @@ def open_store_of(config: Config) -> Store:
     data = config.data
     path = os.path.expanduser(data.path)
     if data.source == "store":
+        restore(path)
+        if not os.path.isdir(path):
+            raise DataError(
+                f"config.data.path={path!r} is not there; it must be the folder of a store, as written by "
+                "python -m recml_sasrec.prepare --input FILE --output FOLDER"
+            )
         return open_store(path)
     if data.source == "yambda":
         path = hub.locate(data)

@@ -111,6 +111,13 @@ def test_custom_trains_on_the_events_of_the_log(shop):
         np.testing.assert_array_equal(mine, other)
 
 
+def test_a_store_that_is_not_there_is_asked_for(shop):
+    config = load_config(str(CONFIGS[0].with_name("custom.py")), [f"data.path={shop}"])
+    config.data.path = "moved"
+    with pytest.raises(DataError, match=r"path='moved' is not there; it must be the folder of a store, as written by"):
+        open_data(config)
+
+
 @pytest.mark.parametrize(
     ("histories", "sentence"),
     [([[(0, 1)] * 9], "1 item"), ([[(0, 1), (1, 2)]] * 9, "longest history"), ([[(0, 1)] * 3 + [(1, 1)]], "")],
