@@ -57,8 +57,10 @@ def _raise(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
-def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="Python file with get_config(), such as configs/quickstart.py")
+def add_config_flag(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--config", required=required, help="Python file with get_config(), such as configs/quickstart.py"
+    )
     parser.epilog = "Any field of the config is a flag too: --config.optimizer.learning_rate=3e-4"
 
 

@@ -27,7 +27,7 @@ class DataConfig:
 
     source: Literal["synthetic", "yambda", "table", "lines", "store"] = "synthetic"
     path: str = ""  # local file; empty with source=yambda fetches it from the hub, with synthetic generates it;
-    # with yambda also a directory laid out like the hub's (flat/50m/listens.parquet)
+    # with yambda also a directory laid out like the hub's (flat/50m/listens.parquet); source=store: prepare's --output
     revision: str = ""  # source=yambda: branch, tag or commit of the hub's repository; empty: its main branch
     items_path: str = ""  # a table of items, parquet or CSV, with item_column
     items_join: bool = True  # its items join the catalogue, with or without events; false: only those with events count

@@ -80,7 +80,7 @@ def _check_filters(data: DataConfig) -> None:
     for name in ("min_played_ratio", "organic_only", "event_types", "drop_undone"):
         value = getattr(data, name)
         # min_played_ratio is let be there: the quickstart sets it, and takes any source by a flag
-        if value and data.source in ("table", "lines") and name != "min_played_ratio":
+        if value and data.source in ("table", "lines", "store") and name != "min_played_ratio":
             raise ConfigError(
                 f"config.data.{name}={value} needs config.data.source=yambda, not {data.source}; "
                 "filter the events before, or leave it out"
@@ -90,7 +90,7 @@ def _check_filters(data: DataConfig) -> None:
                 f"config.data.{name}={value} needs config.data.yambda_event=multi_event, not {event}: "
                 "other files hold one type of events"
             )
-    if data.source in ("table", "lines"):
+    if data.source in ("table", "lines", "store"):
         return
     if data.min_played_ratio and event not in ("listens", "multi_event"):
         raise ConfigError(
@@ -152,12 +152,14 @@ def _check_contradictions(config: Config) -> None:
             f"config.data.stride={data.stride} exceeds config.data.length={data.length}, which would skip events; "
             f"set it to at most {data.length}"
         )
-    if data.source in ("table", "lines") and not data.path:
-        raise ConfigError(f"config.data.source={data.source} needs config.data.path, the file to read")
+    if data.source in ("table", "lines", "store") and not data.path:
+        what = "the folder that prepare --output wrote" if data.source == "store" else "the file to read"
+        raise ConfigError(f"config.data.source={data.source} needs config.data.path, {what}")
     columns = [data.user_column, data.item_column, *filter(None, [data.time_column])]
     if data.source == "table" and len(set(columns)) < len(columns):
         raise ConfigError(f"config.data.user_column, item_column and time_column must differ, not {columns}")
-    has_time = data.source in ("synthetic", "yambda") or (data.source == "table" and data.time_column)
+    # a store tells itself whether it has times, when it is split
+    has_time = data.source in ("synthetic", "yambda", "store") or (data.source == "table" and data.time_column)
     if split.kind == "temporal" and not has_time:
         raise ConfigError(
             "config.split.kind=temporal needs times, which this source has not; set config.split.kind=leave_last"

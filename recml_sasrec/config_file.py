@@ -1,13 +1,14 @@
 """How a config is loaded from a Python file, overridden from the command line, and saved as JSON.
 
-A config file has ``get_config() -> Config``. Any field can be overridden: ``--config configs/quickstart.py
---config.optimizer.learning_rate=3e-4``. Whatever is wrong with either is a ``ConfigError`` of one sentence that names
-the field, the value and the nearest right one.
+A config file has ``get_config() -> Config``, or ``get_config(path)``, which is given ``--config.data.path``. Any field
+can be overridden: ``--config configs/quickstart.py --config.optimizer.learning_rate=3e-4``. Whatever is wrong with
+either is a ``ConfigError`` of one sentence that names the field, the value and the nearest right one.
 """
 
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import json
 import pathlib
 import typing
@@ -24,17 +25,20 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with one sentence on whatever is wrong.
     """
-    config = _import_config(path)
+    values = []
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"override {override!r} has no value; write --config.{name}=VALUE")
+        values.append((name, value))
+    config = _import_config(path, dict(values).get("data.path", ""))
+    for name, value in values:
         set_field(config, name, value)
     validate(config)
     return config
 
 
-def _import_config(path: str) -> Config:
+def _import_config(path: str, data_path: str) -> Config:
     file = pathlib.Path(path)
     if not file.is_file():
         siblings = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
@@ -47,7 +51,17 @@ def _import_config(path: str) -> Config:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        config = module.get_config()
+        if not inspect.signature(module.get_config).parameters:
+            config = module.get_config()
+        elif data_path:
+            config = module.get_config(data_path)
+        else:
+            raise ConfigError(
+                f"config file {path!r} needs the data it is for; give --config.data.path=FOLDER, what "
+                "python -m recml_sasrec.prepare --output wrote"
+            )
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:  # whatever a user's file raises is a fault of that file
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ConfigError(f"config file {path!r} failed with {type(error).__name__}: {reason}") from error
@@ -62,6 +76,22 @@ def set_field(config: Config, name: str, value: str) -> None:
     Raises:
         ConfigError: unknown field or a value of the wrong type.
     """
+    node, leaf, hint = _find(config, name)
+    setattr(node, leaf, _parse(name, value, hint))
+
+
+def set_value(config: Config, name: str, value: Any) -> None:
+    """Sets the field with a dotted name to a value, such as JSON gives, in place.
+
+    Raises:
+        ConfigError: unknown field or a value of the wrong type.
+    """
+    node, leaf, hint = _find(config, name)
+    setattr(node, leaf, checked(name, value, hint))
+
+
+def _find(config: Config, name: str) -> tuple[Any, str, Any]:
+    """The section that holds the field with a dotted name, the field's own name and its type."""
     *sections, leaf = name.split(".")
     node: Any = config
     for depth, section in enumerate((*sections, leaf)):
@@ -74,7 +104,7 @@ def set_field(config: Config, name: str, value: str) -> None:
             raise ConfigError(f"config.{name}: {section!r} is {kind}; {_unknown_field(config, name)}")
         if is_section:
             node = getattr(node, section)
-    setattr(node, leaf, _parse(name, value, hints[leaf]))
+    return node, leaf, hints[leaf]
 
 
 def _unknown_field(config: Config, name: str) -> str:

@@ -19,8 +19,9 @@ import pyarrow as pa
 from recml_sasrec import config as configs
 from recml_sasrec import config_file, hosts
 from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.data.arrays import read_ids
 from recml_sasrec.data.loader import Data, open_data
-from recml_sasrec.data.store import Store, read_ids
+from recml_sasrec.data.store import Store
 from recml_sasrec.data.vocabulary import fingerprint
 from recml_sasrec.files import replaced, write_atomically
 

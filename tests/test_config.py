@@ -13,14 +13,29 @@ CONFIG_FILE = "from recml_sasrec.config import Config\ndef get_config():\n    c 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py"))
 
 
+def shipped(path: pathlib.Path, shop: pathlib.Path) -> Config:
+    """A shipped config; custom.py is given a store."""
+    return load_config(str(path), [f"data.path={shop}"] if path.stem == "custom" else [])
+
+
 def quickstart(*overrides: str) -> Config:
     return load_config(str(CONFIGS[0].with_name("quickstart.py")), overrides)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_config_is_valid_and_survives_json(path):
-    config = load_config(str(path))
+def test_every_shipped_config_is_valid_and_survives_json(path, shop):
+    config = shipped(path, shop)
     assert from_json(to_json(config)) == config
+
+
+def test_a_config_file_may_ask_for_the_path_of_its_data(shop):
+    custom = str(CONFIGS[0].with_name("custom.py"))
+    config = load_config(custom, ["data.path=other", f"data.path={shop}", "train.steps=7"])
+    assert (config.data.path, config.data.source, config.train.steps) == (str(shop), "store", 7)
+    with pytest.raises(ConfigError, match=r"give --config.data.path=FOLDER, what .*prepare --output wrote$"):
+        load_config(custom)
+    with pytest.raises(ConfigError, match=r"'nowhere' has no suggestion.json; write it with .* --output nowhere$"):
+        load_config(custom, ["data.path=nowhere"])
 
 
 def test_yambda50m_holds_to_the_published_protocol():
@@ -84,6 +99,7 @@ def test_overrides_take_the_type_of_their_field(override, name, value):
         ("train.accumulate=5", "not a multiple"),
         ("data.stride=60", "would skip events"),
         ("data.source=table", "needs config.data.path"),
+        ("data.source=store", "needs config.data.path, the folder that prepare --output wrote"),
         ("data.event_types=like", "needs config.data.yambda_event=multi_event, not listens"),
         ("data.event_types=liked", "did you mean 'like'?"),
         ("data.drop_undone=true", "needs config.data.yambda_event=multi_event, not listens"),

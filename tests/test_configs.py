@@ -11,13 +11,14 @@ from recml_sasrec.config_file import load_config
 from recml_sasrec.data import synthetic
 from recml_sasrec.data.batch import Batch
 from recml_sasrec.step import init_state, make_model, make_train_step
-from tests.test_config import CONFIGS
+from tests.test_config import CONFIGS, shipped
 
 SMALL = ["train.steps=2", "train.batch_size=4", "model.width=16", "model.blocks=1", "evaluation.batch_users=32"]
 
 # items of the file and the filter that the config names (at most so many of 500m and 5b: those of all listens)
 ITEMS = {
     "beauty": 12_101,
+    "custom": 10_000,  # any number
     "movielens100k": 1_682,
     "quickstart": 4_000,
     "yambda50m": 631_003,
@@ -30,8 +31,8 @@ ITEMS = {
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_config_makes_a_step_at_its_real_size(path):
-    config, items = load_config(str(path)), ITEMS[path.stem]
+def test_every_config_makes_a_step_at_its_real_size(path, shop):
+    config, items = shipped(path, shop), ITEMS[path.stem]
     B, N, D, L = config.train.batch_size, config.data.length, config.model.width, config.data.targets
     graph, init = make_model(config, items, 1.0)
     optimizer = optim.make_optimizer(config.optimizer, config.train.steps)

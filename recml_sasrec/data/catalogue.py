@@ -17,19 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recml_sasrec.config import DataConfig
-from recml_sasrec.data.events import DataError, as_ids, check_file, open_table
-from recml_sasrec.data.store import (
-    Store,
-    build_in_place,
-    check_space,
-    create_array,
-    fingerprint_of,
-    remove_stale,
-    source_fingerprint,
-    temporary_name,
-    write_ids,
-    write_meta,
-)
+from recml_sasrec.data.arrays import check_space, create_array, write_ids
+from recml_sasrec.data.events import DataError, as_ids, check_file, integer_columns, open_table
+from recml_sasrec.data.folders import remove_stale, temporary_name
+from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint, write_meta
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 from recml_sasrec.files import unfinished
@@ -203,11 +194,12 @@ def _path(data: DataConfig) -> str:
 def _rows(store: Store, data: DataConfig, column: str | None) -> Iterator[tuple[pa.Array, Any]]:
     """(ids of the store's type, the values of a column if one is named) of the table, streamed."""
     check_file(_path(data), _FIELD)
-    table = open_table(_path(data), [data.item_column, *([column] if column else [])], ids=1, batch_rows=_BATCH_ROWS)
-    # a table without types says nothing against events' ids of text
-    integers = table.integers[0] and pa.types.is_integer(store.item_ids.type)
+    table = open_table(_path(data), [data.item_column, *([column] if column else [])], _BATCH_ROWS)
+    integers = None
+    if table.text:  # without types it says nothing against events' ids of text
+        integers = pa.types.is_integer(store.item_ids.type) and integer_columns(_path(data), table.columns[:1])[0]
     row = 0
-    for batch in table.batches:
+    for batch in table.batches():
         ids = as_ids(batch.column(0), table.columns[0], _path(data), row, integers)
         if ids.type != store.item_ids.type:
             here, events = ("integers" if pa.types.is_integer(i.type) else "text" for i in (ids, store.item_ids))

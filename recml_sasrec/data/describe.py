@@ -3,6 +3,7 @@
 import numpy as np
 
 from recml_sasrec.data.store import Store, user_chunks
+from recml_sasrec.data.times import YEAR_1980, date_of
 
 _SCAN_EVENTS = 1 << 22
 _SHARES = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1)
@@ -22,7 +23,8 @@ def describe(store: Store) -> str:
     ]
     if store.has_time:
         days = (store.last_time - store.first_time) / 86_400
-        lines.append(f"time: second {store.first_time:,} to {store.last_time:,} ({days:,.1f} days)")
+        dates = f"; {date_of(store.first_time)} .. {date_of(store.last_time)}" if store.first_time > YEAR_1980 else ""
+        lines.append(f"time: second {store.first_time:,} to {store.last_time:,} ({days:,.1f} days{dates})")
     else:
         lines.append("time: none, events are in the order of the source")
     return "\n".join(lines)

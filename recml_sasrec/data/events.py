@@ -1,7 +1,7 @@
 """Readers: an event log as a stream of record batches (user, item, timestamp), memory bounded whatever the file's size.
 
-Ids are integers (int64, not negative) or strings; timestamps are int64 seconds. Everything a file can have wrong is a
-``DataError`` of one sentence, raised while the stream is consumed.
+Ids are integers (int64, not negative) or strings; timestamps are int64 ticks of a second. Everything a file can have
+wrong is a ``DataError`` of one sentence, raised while the stream is consumed.
 """
 
 import csv
@@ -9,7 +9,7 @@ import difflib
 import functools
 import gzip
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
+from recml_sasrec.data.errors import DataError as DataError
+from recml_sasrec.data.times import TICKS, as_ticks, is_text
+
 INT64_MAX = 2**63 - 1
 _BATCH_ROWS = 1 << 19
 _BLOCK_BYTES = 16 << 20
@@ -25,90 +28,131 @@ _BLOCK_BYTES = 16 << 20
 _INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
 
 
-class DataError(ValueError):
-    """The user's data can't be used; the message is one sentence with the value, the limit and the remedy."""
-
-
 class EventBatch(NamedTuple):
     """Some consecutive rows of an event log, in file order."""
 
     user: pa.Array  # int64 or string, no nulls
     item: pa.Array  # int64 or string, no nulls
-    timestamp: pa.Array | None  # int64 seconds, no nulls; None: the source has no time
+    timestamp: pa.Array | None  # int64 ticks, no nulls; None: the source has no time
     share: float = 0.0  # of the source read so far, 0..1; 0: unknown
+    ticks: int = 1  # a second; the same for all batches of a source
 
 
-def read_table(path: str, user_column: str, item_column: str, time_column: str) -> Iterator[EventBatch]:
-    """Streams an interaction table: parquet, or delimited text (CSV, TSV, RecBole ``.inter``), also gzipped.
+class Table(NamedTuple):
+    """An interaction table that can be streamed: its columns of interest, in the order asked for."""
+
+    columns: list[str]
+    text: bool  # all values are text
+    rows: int  # 0: unknown
+    batches: Callable[[], Iterator[pa.RecordBatch]]
+
+
+def open_table(path: str, wanted: Sequence[str], batch_rows: int = _BATCH_ROWS) -> Table:
+    """Opens parquet, or delimited text (CSV, TSV, RecBole ``.inter``), also gzipped.
+
+    Args:
+        wanted: names of columns, with or without RecBole's ``:type`` suffix.
+
+    Raises:
+        DataError: a missing file or column, or a broken file.
+    """
+    check_file(path)
+    if is_parquet(path):
+        file = open_parquet(path)
+        columns = [find_column(path, file.schema_arrow.names, name) for name in wanted]
+        batches = lambda: parquet_batches(path, open_parquet(path), columns, batch_rows)  # noqa: E731
+        return Table(columns, False, file.metadata.num_rows, batches)
+    delimiter, names = read_header(path, wanted[:2])
+    columns = [find_column(path, names, name) for name in wanted]
+    return Table(columns, True, 0, lambda: _csv_batches(path, delimiter, names, columns))
+
+
+def read_table(
+    path: str,
+    user_column: str,
+    item_column: str,
+    time_column: str,
+    time_unit: str = "s",
+    integers: Sequence[bool] | None = None,
+    drop_nulls: bool = False,
+) -> Iterator[EventBatch]:
+    """Streams an interaction table.
 
     Columns may be named with or without RecBole's ``:type`` suffix. An empty ``time_column`` means that the rows of
-    each user are already in time order. Fractions of a second are dropped (floor); dates and datetimes become seconds
-    since 1970. Ids in text are integers where the whole column is, else strings.
+    each user are already in time order. Dates and datetimes count from 1970. Ids in text are integers where the whole
+    column is, else strings.
+
+    Args:
+        time_unit: of times that are plain numbers: s, ms, us or ns.
+        integers: of a file of text: whether each column holds integers alone; None: found by a pass over the file.
+        drop_nulls: leave out rows with an empty value.
 
     Raises:
         DataError: a missing file or column, a broken file, or a null, negative or overflowing value.
     """
-    table = open_table(path, [name for name in (user_column, item_column, time_column) if name], ids=2)
-    columns, integers = table.columns, table.integers
+    table = open_table(path, list(filter(None, (user_column, item_column, time_column))))
+    if table.text and integers is None:
+        integers = integer_columns(path, table.columns)
+    kinds: Sequence[bool | None] = integers if table.text and integers is not None else (None,) * 3
     row = 0
-    for batch in table.batches:
-        user, item = (as_ids(batch.column(i), columns[i], path, row, integers[i]) for i in (0, 1))
-        time = as_seconds(batch.column(2), columns[2], path, row) if time_column else None
+    for batch in table.batches():
+        if drop_nulls:
+            batch = batch.filter(has_values(batch))
+        user, item = (as_ids(batch.column(i), table.columns[i], path, row, kinds[i]) for i in (0, 1))
+        time, ticks = None, 1
+        if time_column:
+            column = batch.column(2)
+            no_nulls(column, table.columns[2], path, row)
+            # one block of text may hold whole numbers and the next one fractions
+            least = 1 if kinds[2] or not is_text(value_type(column)) else max(10**6, TICKS[time_unit])
+            time, ticks = as_ticks(column, table.columns[2], path, time_unit, least)
         row += batch.num_rows
-        yield EventBatch(user, item, time, row / table.rows if table.rows else 0.0)
+        yield EventBatch(user, item, time, row / table.rows if table.rows else 0.0, ticks)
 
 
-class Table(NamedTuple):
-    """Columns of an opened parquet or text file."""
-
-    columns: list[str]  # as the file names them
-    integers: tuple[bool | None, ...]  # of the columns of ids: whether text holds integers, None for parquet's types
-    rows: int  # 0: unknown
-    batches: Iterator[pa.RecordBatch]  # of the columns, those of a text file as text
+def value_type(column: pa.Array) -> pa.DataType:
+    """The type of the values, of which a column may hold each once."""
+    return column.type.value_type if pa.types.is_dictionary(column.type) else column.type
 
 
-def open_table(path: str, wanted: Sequence[str], ids: int, batch_rows: int = _BATCH_ROWS) -> Table:
-    """Opens a table to stream the wanted columns, of which the first ``ids`` hold ids.
-
-    Raises:
-        DataError: a broken file, or one without these columns.
-    """
-    check_file(path)
-    if _is_parquet(path):
-        file = open_parquet(path)
-        columns = [find_column(path, file.schema_arrow.names, name) for name in wanted]
-        batches = parquet_batches(path, file, columns, batch_rows)
-        return Table(columns, (None,) * ids, file.metadata.num_rows, batches)
-    delimiter, names = _header(path, wanted[:2])
-    columns = [find_column(path, names, name) for name in wanted]
-    stat = os.stat(path)
-    integers = _csv_integers(path, stat.st_size, stat.st_mtime_ns, delimiter, tuple(names), tuple(columns[:ids]))
-    return Table(columns, integers, 0, _csv_batches(path, delimiter, names, columns))
+def has_values(batch: pa.RecordBatch) -> pa.Array:
+    """bool [rows]: every column has a value (NaN is none)."""
+    keep = np.ones(batch.num_rows, bool)
+    for column in batch.columns:
+        if column.null_count or pa.types.is_floating(column.type):
+            keep &= column.is_valid().to_numpy(zero_copy_only=False)
+        if pa.types.is_floating(column.type):
+            keep &= ~pc.fill_null(pc.is_nan(column), True).to_numpy(zero_copy_only=False)
+    return pa.array(keep)
 
 
-def read_lines(path: str) -> Iterator[EventBatch]:
+def read_lines(path: str, integers: Sequence[bool] | None = None) -> Iterator[EventBatch]:
     """Streams ``user item item ...`` lines (also gzipped), items in time order; there are no timestamps.
+
+    Args:
+        integers: whether users and items are integers alone; None: found by a pass over the file.
 
     Raises:
         DataError: a missing or broken file, or a negative id.
     """
     check_file(path)
-    stat = os.stat(path)
-    integers = _lines_integers(path, stat.st_size, stat.st_mtime_ns)
+    if integers is None:
+        stat = os.stat(path)
+        integers = _lines_integers(path, stat.st_size, stat.st_mtime_ns)
     row = 0
-    for users, items in _line_blocks(path):
+    for users, items in line_blocks(path):
         user = as_ids(users, "user", path, row, integers[0])
         item = as_ids(items, "item", path, row, integers[1])
         row += len(user)
         yield EventBatch(user, item, None)
 
 
-def check_file(path: str, name: str = "config.data.path") -> None:
-    """Raises DataError unless ``path``, given as the field ``name``, is a non-empty file."""
+def check_file(path: str, setting: str = "config.data.path") -> None:
+    """Raises DataError unless ``path``, which the setting names, is a non-empty file."""
     if not os.path.exists(path):
-        raise DataError(f"data file {path!r} does not exist; check {name}")
+        raise DataError(f"data file {path!r} does not exist; check {setting}")
     if not os.path.isfile(path):
-        raise DataError(f"data file {path!r} is not a file; give {name} one parquet, CSV, TSV or text file")
+        raise DataError(f"data file {path!r} is not a file; give {setting} one parquet, CSV, TSV or text file")
     if os.path.getsize(path) == 0:
         raise DataError(f"data file {path!r} is empty (0 bytes); give a file with at least one row")
 
@@ -154,9 +198,9 @@ def as_ids(column: pa.Array, name: str, path: str, first_row: int, integers: boo
     """Ids as int64 or string, checked. ``integers`` says what a column of text holds (None: leave it text)."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    _no_nulls(column, name, path, first_row)
+    no_nulls(column, name, path, first_row)
     kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text(kind):
         if integers is not None:
             column = pc.utf8_trim_whitespace(column)
         column = column.cast(pa.int64() if integers else pa.large_string())
@@ -180,52 +224,8 @@ def as_ids(column: pa.Array, name: str, path: str, first_row: int, integers: boo
     return column
 
 
-def as_seconds(column: pa.Array, name: str, path: str, first_row: int) -> pa.Array:
-    """Times as int64 seconds: integers, floats (floor), dates, datetimes, or text of any of these; checked."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    _no_nulls(column, name, path, first_row)
-    if pa.types.is_string_view(column.type):  # Arrow's text functions don't know it
-        column = column.cast(pa.large_string())
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        column = _parse_times(column, name, path)
-        kind = column.type
-    if pa.types.is_date(kind):
-        column, kind = column.cast(pa.timestamp("s")), pa.timestamp("s")
-    if pa.types.is_timestamp(kind):
-        units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
-        column = pa.array(np.floor_divide(column.cast(pa.int64()).to_numpy(zero_copy_only=False), units))
-    elif pa.types.is_floating(kind):
-        values = np.floor(column.to_numpy(zero_copy_only=False).astype(np.float64))
-        bad = ~(np.abs(values) < 2.0**63)  # also true for NaN
-        if bad.any():
-            _overflow(float(values[bad][0]), name, path)
-        column = pa.array(values.astype(np.int64))
-    elif not pa.types.is_integer(kind):
-        raise DataError(
-            f"column {name!r} of {path!r} holds {kind} values but times must be numbers or datetimes; convert it"
-        )
-    if len(column):
-        low, high = pc.min_max(column).as_py().values()
-        if high > INT64_MAX:
-            _overflow(high, name, path)
-        if low < 0:
-            raise DataError(
-                f"column {name!r} of {path!r} holds the negative time {low}; times must be 0 or more seconds: "
-                "shift them"
-            )
-    return column.cast(pa.int64())
-
-
-def _overflow(value: float, name: str, path: str) -> None:
-    raise DataError(
-        f"column {name!r} of {path!r} holds the time {value}, outside 0..{INT64_MAX} (int64 seconds); "
-        "correct or remove that row"
-    )
-
-
-def _no_nulls(column: pa.Array, name: str, path: str, first_row: int) -> None:
+def no_nulls(column: pa.Array, name: str, path: str, first_row: int) -> None:
+    """Raises DataError with the first row, counted from 1, that has no value."""
     if column.null_count:
         row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise DataError(
@@ -233,27 +233,7 @@ def _no_nulls(column: pa.Array, name: str, path: str, first_row: int) -> None:
         )
 
 
-def _parse_times(column: pa.Array, name: str, path: str) -> pa.Array:
-    column = pc.utf8_trim_whitespace(column)
-    for kind in (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
-        try:
-            parsed = column.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        # An integer over int64 parses as a float that has lost digits; as_seconds refuses it by its size.
-        return parsed
-    for value in column:  # the block has a bad value: find it for the message
-        try:
-            float(value.as_py())
-        except ValueError:
-            raise DataError(
-                f"column {name!r} of {path!r} holds {value.as_py()!r}, which is neither a number nor a datetime; "
-                "correct or remove that row"
-            ) from None
-    raise DataError(f"column {name!r} of {path!r} mixes numbers and datetimes; convert it to seconds")
-
-
-def _is_parquet(path: str) -> bool:
+def is_parquet(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(4) == b"PAR1" or path.endswith((".parquet", ".pq"))
 
@@ -262,18 +242,19 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200].rstrip(".") if str(error).strip() else type(error).__name__
 
 
-def _broken_text(path: str, error: BaseException) -> DataError:
+def broken_text(path: str, error: BaseException) -> DataError:
+    """What to say of a file of text that can't be read."""
     return DataError(f"{path!r} can't be read ({_first_line(error)}); correct the file")
 
 
-def _header(path: str, wanted: Sequence[str]) -> tuple[str, list[str]]:
+def read_header(path: str, wanted: Sequence[str]) -> tuple[str, list[str]]:
     """The delimiter that separates the header into the wanted columns (else into most columns), and its names."""
     opener = gzip.open if path.endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             line = file.readline(1 << 20)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise _broken_text(path, error) from error
+        raise broken_text(path, error) from error
     line = line.rstrip("\r\n")
     if not line.strip():
         raise DataError(f"{path!r} has an empty first line; it must name the columns")
@@ -281,7 +262,7 @@ def _header(path: str, wanted: Sequence[str]) -> tuple[str, list[str]]:
     for delimiter in ("\t", ",", ";", "|"):
         names = next(csv.reader([line], delimiter=delimiter))
         plain = {name.split(":")[0].strip() for name in names} | set(names)
-        if plain.issuperset(wanted):
+        if wanted and plain.issuperset(wanted):
             return delimiter, names
         if len(names) > len(best[1]) or not best[0]:
             best = (delimiter, names)
@@ -311,47 +292,59 @@ def _csv_batches(path: str, delimiter: str, names: list[str], columns: list[str]
     except pa.ArrowInvalid as error:
         if "Empty CSV" in str(error):  # a header and nothing else: the store says that there are no events
             return
-        raise _broken_text(path, error) from error
+        raise broken_text(path, error) from error
     except (pa.ArrowException, OSError) as error:
-        raise _broken_text(path, error) from error
+        raise broken_text(path, error) from error
+
+
+def integer_columns(path: str, columns: Sequence[str]) -> tuple[bool, ...]:
+    """Of a file of text: whether each column holds integers from its first row to its last."""
+    stat = os.stat(path)
+    return _csv_integers(path, stat.st_size, stat.st_mtime_ns, tuple(columns))
 
 
 @functools.lru_cache(maxsize=16)
-def _csv_integers(
-    path: str, size: int, mtime_ns: int, delimiter: str, names: tuple[str, ...], columns: tuple[str, ...]
-) -> tuple[bool, ...]:
+def _csv_integers(path: str, size: int, mtime_ns: int, columns: tuple[str, ...]) -> tuple[bool, ...]:
     """Whether each column holds integers from its first row to its last: a pass of its own, remembered for the file."""
-    batches = _csv_batches(path, delimiter, list(names), list(columns))
-    return _all_integers([batch.column(i) for i in range(len(columns))] for batch in batches)
+    return _all_integers((batch.columns for batch in open_table(path, columns).batches()), len(columns))
 
 
 @functools.lru_cache(maxsize=16)
 def _lines_integers(path: str, size: int, mtime_ns: int) -> tuple[bool, ...]:
-    return _all_integers(_line_blocks(path))
+    return _all_integers(line_blocks(path), 2)
 
 
-def _all_integers(blocks) -> tuple[bool, ...]:
-    integers = [True, True]
+def _all_integers(blocks, count: int) -> tuple[bool, ...]:
+    integers = [True] * count
     for block in blocks:
         for i, column in enumerate(block):
-            integers[i] = integers[i] and _is_integer(column)
+            integers[i] = integers[i] and are_integers(column)
         if not any(integers):
             break
     return tuple(integers)
 
 
-def _is_integer(column: pa.Array) -> bool:
+def are_integers(column: pa.Array) -> bool:
+    """Whether every value of a column of text is an int64 in its one canonical form."""
+    return pc.all(canonical_integers(column), min_count=0).as_py()
+
+
+def canonical_integers(column: pa.Array) -> pa.Array:
+    """bool [n]: which values of a column of text are int64 in canonical form; a null stays one."""
     text = pc.utf8_trim_whitespace(column)
-    if not pc.all(pc.match_substring_regex(text, _INTEGER), min_count=0).as_py():
-        return False
+    matches = pc.match_substring_regex(text, _INTEGER)
     try:
-        text.cast(pa.int64())
+        text.filter(matches).cast(pa.int64())
     except pa.ArrowInvalid:  # 19 digits over int64
-        return False
-    return True
+        fits = [
+            matched and abs(int(value)) <= INT64_MAX
+            for matched, value in zip(*map(pa.Array.to_pylist, (matches, text)), strict=True)
+        ]
+        return pa.array(fits, pa.bool_())
+    return matches
 
 
-def _line_blocks(path: str) -> Iterator[tuple[pa.Array, pa.Array]]:
+def line_blocks(path: str) -> Iterator[tuple[pa.Array, pa.Array]]:
     """(user, item) text arrays of about a block of lines each."""
     opener = gzip.open if path.endswith(".gz") else open
     try:
@@ -369,4 +362,4 @@ def _line_blocks(path: str) -> Iterator[tuple[pa.Array, pa.Array]]:
                 index = np.repeat(np.arange(len(users)), counts)
                 yield pa.array(users, pa.large_string()).take(pa.array(index)), pa.array(items, pa.large_string())
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise _broken_text(path, error) from error
+        raise broken_text(path, error) from error

@@ -13,9 +13,10 @@ from recml_sasrec.config import Config
 from recml_sasrec.data import catalogue, hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
 from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
+from recml_sasrec.data.folders import restore
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
-from recml_sasrec.data.store import Store, build_store, fingerprint_of, source_fingerprint
+from recml_sasrec.data.store import Store, build_store, fingerprint_of, open_store, source_fingerprint
 from recml_sasrec.data.vocabulary import check_same_type
 from recml_sasrec.data.windows import Windows, build_batch, make_windows
 
@@ -31,13 +32,21 @@ def cache_folder(config: Config) -> str:
 
 
 def open_store_of(config: Config) -> Store:
-    """Builds the store of the configuration's source in the cache, or opens it.
+    """Builds the store of the configuration's source in the cache, or opens it (source=store: the one at its path).
 
     Raises:
         DataError: whatever is wrong with the source.
     """
     data = config.data
     path = os.path.expanduser(data.path)
+    if data.source == "store":
+        restore(path)
+        if not os.path.isdir(path):
+            raise DataError(
+                f"config.data.path={path!r} is not there; it must be the folder of a store, as written by "
+                "python -m recml_sasrec.prepare --input FILE --output FOLDER"
+            )
+        return open_store(path)
     if data.source == "yambda":
         path = hub.locate(data)
     elif not path and data.source == "synthetic":
@@ -77,8 +86,9 @@ def open_data(config: Config, kept_ids: pa.Array | None = None) -> "Data":
     store = catalogue.joined(open_store_of(config), config.data, os.path.join(cache_folder(config), "stores"))
     if kept_ids is not None:
         check_same_type(kept_ids, store.item_ids, config.init.from_run)
-        key = fingerprint_of(from_run=os.path.abspath(config.init.from_run))
-        store = catalogue.store_with(store, kept_ids, f"{store.directory}-{key[:16]}")
+        key = fingerprint_of(store=os.path.abspath(store.directory), from_run=os.path.abspath(config.init.from_run))
+        name = f"{os.path.basename(store.directory)}-{key[:16]}"
+        store = catalogue.store_with(store, kept_ids, os.path.join(cache_folder(config), "stores", name))
     if store.num_items < 2:
         raise DataError(f"the data has {store.num_items} item but ranking needs at least 2 items; give more events")
     content = None if config.model.content == "none" else catalogue.content_of(store, config.data)

@@ -45,7 +45,7 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
     if not store.has_time:
         raise DataError(
             "config.split.kind='temporal' needs times but the source has none; "
-            "set config.data.time_column or config.split.kind='leave_last'"
+            "name its column of times or set config.split.kind='leave_last'"
         )
     last = np.iinfo(np.int64).max
     history_time = split.test_start - split.gap

@@ -4,35 +4,34 @@ Built once by two streaming passes over the source, renamed into place when comp
 raw ids Arrow files, so 4.6e9 events open in milliseconds and processes share pages.
 """
 
-import contextlib
-import errno
 import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from recml_sasrec.data.arrays import PLACE, check_space, create_array, read_ids, write_ids
 from recml_sasrec.data.events import DataError, EventBatch
+from recml_sasrec.data.folders import put_in_place, remove_stale, restore, temporary_name
 from recml_sasrec.data.progress import watched
+from recml_sasrec.data.times import TICKS
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 from recml_sasrec.files import unfinished
 
 log = logging.getLogger("recml_sasrec")
 
-VERSION = 1
+VERSION = 2
+FRACTIONS = "fractions.npy"  # int32 [E] nanoseconds, of imported logs alone
 _SORT_EVENTS = 1 << 20  # events sorted at once
+_READ_EVENTS = 1 << 19  # of a batch read back
 _MAX_IDS = 2**31 - 1
-_HEADERS = 1 << 14  # bytes, of all the files
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +75,9 @@ def open_store(directory: str) -> Store:
     Raises:
         DataError: there is no store, or one of another version.
     """
+    restore(directory)
     try:
-        with open(os.path.join(directory, "meta.json")) as file:
-            meta = json.load(file)
+        meta = read_meta(directory)
         if meta["version"] != VERSION:
             raise DataError(
                 f"store {directory!r} has version {meta['version']} but this program reads {VERSION}; delete it"
@@ -120,7 +119,8 @@ def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, finger
         DataError: no events, bad values, mixed types of ids, too little disk.
     """
     source = source or os.path.abspath(directory)
-    return build_in_place(lambda work: _build(read, work, fingerprint, source), directory, fingerprint, source)
+    build = lambda work: _build(read, work, fingerprint, source, PLACE)  # noqa: E731
+    return build_in_place(build, directory, fingerprint, source)
 
 
 def build_in_place(build: Callable[[str], None], directory: str, fingerprint: str, source: str) -> Store:
@@ -138,6 +138,34 @@ def build_in_place(build: Callable[[str], None], directory: str, fingerprint: st
     except DataError:
         if os.path.exists(directory):
             log.info("the store of %r is damaged or of another version: reading it again", source)
+    return _replace(build, directory, fingerprint, source, PLACE)
+
+
+def make_store(
+    read: Callable[[], Iterator[EventBatch]],
+    directory: str,
+    fingerprint: str,
+    source: str,
+    place: str,
+    finish: Callable[[str], None],
+) -> Store:
+    """Builds the store of a source, in place of whatever store is there; see ``build_store``.
+
+    The fractions of a second are kept too, so that ``read_store`` gives what was read.
+
+    Args:
+        place: the setting that chose the folder, for messages.
+        finish: is called with the complete store's temporary folder, and may add files or refuse it.
+    """
+
+    def build(work: str) -> None:
+        _build(read, work, fingerprint, source, place, keep_fractions=True)
+        finish(work)
+
+    return _replace(build, os.path.abspath(directory), fingerprint, source, place)
+
+
+def _replace(build: Callable[[str], None], directory: str, fingerprint: str, source: str, place: str) -> Store:
     parent, name = os.path.split(directory)
     try:
         os.makedirs(parent, exist_ok=True)
@@ -145,79 +173,69 @@ def build_in_place(build: Callable[[str], None], directory: str, fingerprint: st
         work = os.path.join(parent, temporary_name(name))
         os.mkdir(work)
     except OSError as error:
-        raise DataError(
-            f"folder {parent!r} can't be written ({error.strerror}); choose another config.data.cache"
-        ) from error
+        raise DataError(f"folder {parent!r} can't be written ({error.strerror}); choose another {place}") from error
     begin = time.perf_counter()
     try:
         with unfinished(work):
             build(work)
-            _put_in_place(work, directory, fingerprint)
+            put_in_place(work, directory, lambda: open_store(directory).fingerprint == fingerprint)
     except OSError as error:
         raise DataError(
             f"the store of {source!r} can't be written to {parent!r} ({error.strerror or error}); "
-            "free disk space or choose another config.data.cache"
+            f"free disk space or choose another {place}"
         ) from error
     store, seconds = open_store(directory), time.perf_counter() - begin
     log.info("read %s events in %.1f s, %s/s", f"{store.num_events:,}", seconds, f"{store.num_events / seconds:,.0f}")
     return store
 
 
-def temporary_name(name: str) -> str:
-    """A name for work in progress on ``name``, which tells the process that does it."""
-    return f".{name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+def read_store(store: Store) -> Iterator[EventBatch]:
+    """The events of a store with their raw ids, user by user, a user's in time order: what it was built from, sorted.
+
+    Their ticks are those of the source if the store was made by ``make_store``, else seconds.
+    """
+    fractions, ticks = None, 1
+    path = os.path.join(store.directory, FRACTIONS)
+    if os.path.exists(path):
+        fractions, ticks = np.load(path, mmap_mode="r"), read_meta(store.directory)["ticks"]
+    for first, last in user_chunks(store.offsets, _READ_EVENTS):
+        bounds = store.offsets[first : last + 1]
+        user = np.repeat(np.arange(first, last), np.diff(bounds))
+        for begin in range(int(bounds[0]), int(bounds[-1]), _READ_EVENTS):  # a long history in several
+            part = slice(begin, min(begin + _READ_EVENTS, int(bounds[-1])))
+            times = store.timestamps[part]
+            if fractions is not None:
+                times = times * ticks + fractions[part] // (TICKS["ns"] // ticks)
+            yield EventBatch(
+                store.user_ids.take(pa.array(user[begin - bounds[0] : part.stop - bounds[0]])),
+                store.item_ids.take(pa.array(store.items[part])),
+                pa.array(np.asarray(times)) if store.has_time else None,
+                part.stop / store.num_events,
+                ticks,
+            )
 
 
-def remove_stale(parent: str, name: str) -> None:
-    """Removes what processes of this machine that no longer run have left behind for ``name``."""
-    prefix = f".{name}.tmp-{socket.gethostname()}-"
-    for entry in os.listdir(parent):
-        process = entry[len(prefix) :].split("-")[0]
-        if entry.startswith(prefix) and process.isdigit() and not _runs(int(process)):
-            path = os.path.join(parent, entry)
-            if os.path.isdir(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    os.remove(path)
+def read_meta(directory: str) -> dict[str, Any]:
+    """What ``meta.json`` of a store says, beside the fields of ``Store``: source, ticks, ties and duplicates."""
+    with open(os.path.join(directory, "meta.json")) as file:
+        return json.load(file)
 
 
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _put_in_place(work: str, directory: str, fingerprint: str) -> None:
-    for _ in range(10):  # another process may do the same at the same time
-        try:
-            os.rename(work, directory)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        with contextlib.suppress(DataError):
-            if open_store(directory).fingerprint == fingerprint:
-                return
-        old = os.path.join(os.path.dirname(directory), temporary_name(os.path.basename(directory)))
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(directory, old)
-            shutil.rmtree(old, ignore_errors=True)
-    raise DataError(f"store {directory!r} is being replaced by other processes; start again")
-
-
-def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str, source: str) -> None:
+def _build(
+    read: Callable[[], Iterator[EventBatch]],
+    work: str,
+    fingerprint: str,
+    source: str,
+    place: str,
+    keep_fractions: bool = False,
+) -> None:
     users, items = Collector("user"), Collector("item")
-    events, has_time = 0, True
+    events, has_time, ticks = 0, True, 1
     for batch in watched(read(), "reading ids (1 of 2)"):
         users.add(batch.user)
         items.add(batch.item)
         events += len(batch.user)
-        has_time = batch.timestamp is not None
+        has_time, ticks = batch.timestamp is not None, batch.ticks
     if not events:
         raise DataError(
             f"{source!r} has no events after its filters; loosen config.data.min_played_ratio and the "
@@ -228,7 +246,9 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
     for name, ids in (("users", user_ids), ("items", item_ids)):
         if len(ids) > _MAX_IDS:
             raise DataError(f"{source!r} has {len(ids)} {name}, over the limit {_MAX_IDS} (int32); use a part of it")
-    check_space(work, events * (4 + 8) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes, source)
+    keep_fractions &= ticks > 1
+    arrays = events * (4 + 8 + 4 * keep_fractions) + (len(user_ids) + 1) * 8 + user_ids.nbytes + item_ids.nbytes
+    check_space(work, arrays, source, place)
     write_ids(os.path.join(work, "user_ids.arrow"), user_ids)
     write_ids(os.path.join(work, "item_ids.arrow"), item_ids)
     offsets = np.zeros(len(user_ids) + 1, np.int64)
@@ -237,9 +257,13 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
     item_map = create_array(os.path.join(work, "items.npy"), (events,), np.int32)
     time_map = create_array(os.path.join(work, "timestamps.npy"), (events,), np.int64)
     _scatter(read, Encoder(user_ids), Encoder(item_ids), offsets, item_map, time_map, source)
-    first, last = _sort_users(offsets, item_map, time_map, sort=has_time)
-    item_map.flush()
-    time_map.flush()
+    fractions = create_array(os.path.join(work, FRACTIONS), (events,), np.int32) if keep_fractions else None
+    found = _sort_users(offsets, item_map, time_map, has_time, ticks, fractions)
+    for array in (item_map, time_map, fractions):
+        if array is not None:
+            array.flush()
+    if fractions is not None and not fractions.any():
+        os.remove(os.path.join(work, FRACTIONS))
     meta = {
         "version": VERSION,
         "fingerprint": fingerprint,
@@ -248,9 +272,9 @@ def _build(read: Callable[[], Iterator[EventBatch]], work: str, fingerprint: str
         "num_items": len(item_ids),
         "num_events": events,
         "has_time": has_time,
-        "first_time": first,
-        "last_time": last,
         "vocabulary": vocabulary_fingerprint(item_ids),
+        "ticks": ticks,
+        **found._asdict(),
     }
     write_meta(work, meta)
 
@@ -259,26 +283,6 @@ def write_meta(work: str, meta: dict[str, Any]) -> None:
     """Writes what ``open_store`` says of a store beside its arrays."""
     with open(os.path.join(work, "meta.json"), "w") as file:
         json.dump(meta, file, indent=1)
-
-
-def check_space(folder: str, arrays: int, source: str) -> None:
-    """Refuses to begin arrays of so many bytes that the disk of a store's temporary folder has no room for."""
-    needed = arrays + _HEADERS
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DataError(
-            f"the store of {source!r} needs {needed:,} bytes but {os.path.dirname(folder)!r} has {free:,} free; "
-            "free disk space or choose another config.data.cache"
-        )
-
-
-def create_array(path: str, shape: tuple[int, ...], dtype: type) -> np.memmap:
-    """A new .npy file of zeros, mapped into memory to be written."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-    if hasattr(os, "posix_fallocate"):  # a full disk is then an error here, not a bus error while writing
-        with open(path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
-    return array
 
 
 def _scatter(
@@ -327,9 +331,24 @@ def user_chunks(offsets: np.ndarray, events: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, sort: bool) -> tuple[int, int]:
-    """Sorts each user's events by time, stably; returns the first and the last time of all."""
+class Sorted(NamedTuple):
+    first_time: int  # seconds
+    last_time: int
+    ties: int  # events that share their user's time with another
+    duplicates: int  # events that share user, time and item with an earlier one
+
+
+def _sort_users(
+    offsets: np.ndarray,
+    items: np.ndarray,
+    timestamps: np.ndarray,
+    sort: bool,
+    ticks: int = 1,
+    fractions: np.ndarray | None = None,
+) -> Sorted:
+    """Sorts each user's events by time, stably, and turns ticks to seconds and, if asked for, nanoseconds."""
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    ties = duplicates = 0
     for first, last in user_chunks(offsets, _SORT_EVENTS):
         part = slice(int(offsets[first]), int(offsets[last]))
         times = np.array(timestamps[part])
@@ -337,23 +356,28 @@ def _sort_users(offsets: np.ndarray, items: np.ndarray, timestamps: np.ndarray, 
         if not sort:
             continue
         user = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(offsets[first : last + 1]))
-        if np.all((times[1:] >= times[:-1]) | (user[1:] != user[:-1])):
-            continue
-        order = np.lexsort((times, user))  # stable: file order inside a tie
-        timestamps[part] = times[order]
-        items[part] = np.asarray(items[part])[order]
-    return low, high
+        if not np.all((times[1:] >= times[:-1]) | (user[1:] != user[:-1])):
+            order = np.lexsort((times, user))  # stable: file order inside a tie
+            times = times[order]
+            timestamps[part] = times
+            items[part] = np.asarray(items[part])[order]
+        tied = _tied(user, times)
+        ties += int(np.count_nonzero(tied))
+        duplicates += _duplicates(user[tied], times[tied], np.asarray(items[part])[tied])
+        if ticks > 1:
+            timestamps[part] = times // ticks
+        if fractions is not None:
+            fractions[part] = times % ticks * (TICKS["ns"] // ticks)
+    return Sorted(low // ticks, high // ticks, ties, duplicates)
 
 
-def write_ids(path: str, ids: pa.Array) -> None:
-    """Writes raw ids as ``read_ids`` reads them."""
-    table = pa.table({"id": ids})
-    # One record batch, so that the mapped column is one contiguous array.
-    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=max(len(ids), 1))
+def _tied(user: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """bool [n]: which events share user and time with a neighbour."""
+    same = (times[1:] == times[:-1]) & (user[1:] == user[:-1])
+    return np.r_[same, False] | np.r_[False, same]
 
 
-def read_ids(path: str) -> pa.Array:
-    """The raw ids of an Arrow file of the store, mapped into memory; int64 or large_string."""
-    column = pa.ipc.open_file(pa.memory_map(path)).read_all().column("id")
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+def _duplicates(user: np.ndarray, times: np.ndarray, items: np.ndarray) -> int:
+    order = np.lexsort((items, times, user))
+    same = [column[order][1:] == column[order][:-1] for column in (user, times, items)]
+    return int(np.count_nonzero(np.logical_and.reduce(same)))

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from recml_sasrec.config import SyntheticConfig
 from recml_sasrec.data.events import DataError
-from recml_sasrec.data.store import remove_stale, temporary_name
+from recml_sasrec.data.folders import remove_stale, temporary_name
 from recml_sasrec.data.yambda import LAST_SECOND
 from recml_sasrec.files import unfinished
 

@@ -42,10 +42,12 @@ class Collector:
             if small.all():
                 return
             ids = pa.array(numbers[~small])
-        counted = pc.value_counts(ids)
-        values, counts = counted.field(0), counted.field(1).to_numpy(zero_copy_only=False)
-        self._pending.append((values, counts))
-        self._pending_size += len(values)
+            self._pending.append((ids, np.zeros(0, np.int64)))  # sorting counts them
+        else:
+            counted = pc.value_counts(ids)
+            ids = counted.field(0)
+            self._pending.append((ids, counted.field(1).to_numpy(zero_copy_only=False)))
+        self._pending_size += len(ids)
         # Merging only when as much is pending as is merged keeps the total work within a constant of one merge.
         if self._pending_size > max(1 << 20, 0 if self._merged is None else len(self._merged[0])):
             self._merge()
@@ -62,25 +64,34 @@ class Collector:
         return pa.array(np.concatenate([small, ids.to_numpy()])), np.concatenate([self._counts[small], counts])
 
     def _merge(self) -> None:
-        parts = ([self._merged] if self._merged else []) + self._pending
-        if not parts:
+        if not self._pending:
             return
-        values = pa.chunked_array([part[0] for part in parts]).combine_chunks()
-        counts = np.concatenate([part[1] for part in parts])
-        if pa.types.is_integer(values.type):
-            numbers = values.to_numpy(zero_copy_only=False)
-            unique, inverse = np.unique(numbers, return_inverse=True)
-            merged = pa.array(unique)
+        if pa.types.is_integer(self._pending[0][0].type):
+            self._merged = self._with_integers(np.concatenate([ids.to_numpy() for ids, _ in self._pending]))
         else:
-            encoded = values.dictionary_encode()
+            parts = ([self._merged] if self._merged else []) + self._pending
+            encoded = pa.chunked_array([part[0] for part in parts]).combine_chunks().dictionary_encode()
             order = pc.sort_indices(encoded.dictionary).to_numpy()
             rank = np.empty(len(order), np.int64)
             rank[order] = np.arange(len(order))
             inverse = rank[encoded.indices.to_numpy(zero_copy_only=False)]
-            merged = encoded.dictionary.take(pa.array(order))
-        # float64 weights are exact below 2**53 events of one id
-        sums = np.bincount(inverse, weights=counts, minlength=len(merged)).astype(np.int64)
-        self._merged, self._pending, self._pending_size = (merged, sums), [], 0
+            # float64 weights are exact below 2**53 events of one id
+            sums = np.bincount(inverse, weights=np.concatenate([part[1] for part in parts]), minlength=len(order))
+            self._merged = (encoded.dictionary.take(pa.array(order)), sums.astype(np.int64))
+        self._pending, self._pending_size = [], 0
+
+    def _with_integers(self, numbers: np.ndarray) -> tuple[pa.Array, np.ndarray]:
+        """The merged ids and their counts with some occurrences more."""
+        numbers.sort()
+        starts = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
+        unique, counts = numbers[starts], np.diff(np.r_[starts, len(numbers)])
+        if self._merged is None:
+            return pa.array(unique), counts
+        known, sums = self._merged[0].to_numpy(), self._merged[1]
+        place = np.searchsorted(known, unique)
+        old = known[np.minimum(place, len(known) - 1)] == unique
+        sums[place[old]] += counts[old]
+        return pa.array(np.insert(known, place[~old], unique[~old])), np.insert(sums, place[~old], counts[~old])
 
 
 class Encoder:
@@ -115,8 +126,12 @@ class Encoder:
             return np.where(inside, self._table[np.where(inside, index, 0)], np.int32(-1))
         if not len(self._sorted):
             return np.full(len(ids), -1, np.int32)
-        rank = np.minimum(np.searchsorted(self._sorted, numbers), len(self._sorted) - 1)
-        return np.where(self._sorted[rank] == numbers, rank, -1).astype(np.int32)
+        order = np.argsort(numbers)  # in order the bisection of millions of ids finds them in the cache
+        asked = numbers[order]
+        rank = np.minimum(np.searchsorted(self._sorted, asked), len(self._sorted) - 1)
+        result = np.empty(len(numbers), np.int32)
+        result[order] = np.where(self._sorted[rank] == asked, rank, -1)
+        return result
 
 
 def check_same_type(base: pa.Array, ids: pa.Array, run: str) -> None:

@@ -35,7 +35,7 @@ def make_windows(store: Store, split: Split, data: DataConfig) -> Windows:
     if data.horizon > 0 and not store.has_time:
         raise DataError(
             f"config.data.horizon {data.horizon} needs times but the source has none; "
-            "set config.data.time_column or config.data.horizon=0"
+            "name its column of times or set config.data.horizon=0"
         )
     n = split.train_end - split.train_start
     users = np.flatnonzero(n >= 2)

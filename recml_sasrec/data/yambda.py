@@ -12,12 +12,13 @@ from recml_sasrec.data.events import (
     DataError,
     EventBatch,
     as_ids,
-    as_seconds,
     check_file,
     find_column,
+    no_nulls,
     open_parquet,
     parquet_batches,
 )
+from recml_sasrec.data.times import as_seconds
 
 # The benchmark's global temporal split, in seconds of the data set's clock (half-open intervals).
 HOUR, DAY = 3_600, 86_400
@@ -89,7 +90,8 @@ def _checked(path: str, file: pq.ParquetFile, columns: dict[str, str]) -> Iterat
     for batch in itertools.chain.from_iterable(groups):
         arrays = _flatten(batch, path) if sequential else batch.columns
         arrays[:2] = (as_ids(arrays[i], names[i], path, rows) for i in (0, 1))
-        arrays[2] = as_seconds(arrays[2], names[2], path, rows)
+        no_nulls(arrays[2], names[2], path, rows)
+        arrays[2] = as_seconds(arrays[2], names[2], path)
         for i, (own, name) in enumerate(columns.items()):
             if own in ("played_ratio_pct", "is_organic"):
                 arrays[i] = _numbers(arrays[i], name, path)

@@ -7,7 +7,7 @@ from recml_sasrec.data.store import Store
 
 
 def collect(batches):
-    """(users, items, times) of a whole stream; checks the types of the contract."""
+    """(users, items, seconds) of a whole stream; checks the types of the contract."""
     users, items, times = [], [], []
     for batch in batches:
         for ids in (batch.user, batch.item):
@@ -16,7 +16,7 @@ def collect(batches):
         items += batch.item.to_pylist()
         if batch.timestamp is not None:
             assert batch.timestamp.type == pa.int64()
-            times += batch.timestamp.to_pylist()
+            times += [tick // batch.ticks for tick in batch.timestamp.to_pylist()]
     return users, items, times
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from recml_sasrec.data import store as store_module
 from recml_sasrec.data.events import DataError, EventBatch
-from recml_sasrec.data.store import build_store, open_store, temporary_name
-from recml_sasrec.data.vocabulary import Encoder
+from recml_sasrec.data.folders import temporary_name
+from recml_sasrec.data.store import build_store, open_store
+from recml_sasrec.data.vocabulary import Collector, Encoder
 
 
 def reader(users, items, times, batch=7):
@@ -75,6 +76,20 @@ def test_the_vocabulary_is_that_of_the_ids_not_of_the_file(tmp_path):
     as_text = build_store(reader(users, [str(i) for i in items], times), str(tmp_path / "d"), "d")
     assert a.vocabulary == b.vocabulary
     assert len({a.vocabulary, c.vocabulary, as_text.vocabulary}) == 3
+
+
+def test_wide_ids_are_counted_over_many_merges():
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 2**62, 300_000)
+    batches = [pool[rng.integers(0, size, 500_000)] for size in (1_000, 200_000, 300_000, 300_000, 300_000, 300_000)]
+    collector = Collector("item")
+    for batch in batches:
+        collector.add(pa.array(batch))
+    ids, counts = collector.finish()
+    unique, expected = np.unique(np.concatenate(batches), return_counts=True)
+    np.testing.assert_array_equal(ids.to_numpy(), unique)
+    np.testing.assert_array_equal(counts, expected)
+    np.testing.assert_array_equal(Encoder(ids)(pa.array(batches[1])), np.searchsorted(unique, batches[1]))
 
 
 @pytest.mark.parametrize("fail_at", [1, 2])

@@ -58,7 +58,7 @@ def test_rows_above_2_to_the_32_are_written_sorted_split_and_batched(far_store, 
     encode = Encoder(store.user_ids), Encoder(store.item_ids)
     offsets = np.array([FAR, FAR, FAR + 3, FAR + 43])
     store_module._scatter(read, *encode, offsets, store.items, store.timestamps, "far")
-    assert store_module._sort_users(offsets[1:], store.items, store.timestamps, True) == (0, 39)
+    assert store_module._sort_users(offsets[1:], store.items, store.timestamps, True) == (0, 39, 0, 0)
     assert store.items[FAR:].tolist() == [0, 1, 2, *range(10, 50)]
     assert store.timestamps[FAR:].tolist() == [*range(3), *range(40)]
 
