@@ -78,12 +78,10 @@ def export_run(workdir: pathlib.Path, output: pathlib.Path, checkpoint: str = "b
         CheckpointError: there is no such checkpoint, or it can't be read.
         OSError: no room.
     """
-    import jax
-
     from recml_sasrec import serving
 
     _check_output(output, replace)
-    run = serving.restore_run(workdir, checkpoint, jax.local_devices()[:1])
+    run = serving.restore_run(workdir, checkpoint, on_host=True)
     temporary = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.tmp")
     former = temporary.with_suffix(".old")
     with files.unfinished(str(temporary)):
@@ -245,10 +243,13 @@ def _save_tensors(path: pathlib.Path, tensors: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    from recml_sasrec import serving
+
     try:
         save_file(tensors, path)
     except SafetensorError as error:
         raise OSError(f"{path.name} can't be written ({error}); free some space and export again") from None
+    shutil.copymode(path.with_name(serving.ENCODER), path)  # it is written for its owner alone
 
 
 def _check_room(folder: pathlib.Path, needed: int) -> None:

@@ -65,7 +65,10 @@ Recommender.load("FOLDER or hf://user/name").recommend([[{history}]], k=10)
 def card(title: str, config: Config, about: dict[str, Any], history: list, evaluation: str) -> str:
     """The card as Markdown; ``history`` is an example of raw ids."""
     data = config.data
-    source = f"Yambda {data.yambda_size}, {data.yambda_event}" if data.source == "yambda" else data.source
+    if data.source == "yambda":
+        source = f"Yambda {data.yambda_size}, {data.yambda_event}"
+    else:
+        source = pathlib.PurePath(data.path).name or f"{data.source} events"
     restricted = (
         "\nEvaluation ranked only items with a training event; the table has all of them.\n"
         if config.evaluation.candidates == "train"
@@ -73,9 +76,7 @@ def card(title: str, config: Config, about: dict[str, Any], history: list, evalu
     )
     return _CARD.format(
         title=title,
-        data={"synthetic": "generated events", "lines": "a log of the user's", "table": "a log of the user's"}.get(
-            source, source
-        ),
+        data=source,
         items=about["items"],
         ids="integers" if about["ids"] == "int64" else "text",
         length=data.length,

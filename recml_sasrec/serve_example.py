@@ -17,9 +17,9 @@ table, bias = jax.device_put(weights.pop("item_vectors")), weights.pop("item_bia
 # a function of the encoder's signature, whose code is then replaced by the encoder's
 (b, v), spec, code = jax.export.symbolic_shape("b, v"), jax.ShapeDtypeStruct, folder / "encoder.stablehlo"
 like = jax.jit(lambda weights, table, items, lengths: jax.numpy.zeros((items.shape[0], D)), keep_unused=True)
-like = jax.export.export(like, platforms=about["platforms"])
-like = like(weights, spec((v, D), "f4"), spec((b, N), "i4"), spec((b,), "i4"))
-encoder = dataclasses.replace(like, mlir_module_serialized=code.read_bytes())
+export = jax.export.export(like, platforms=about["platforms"])
+encoder = export(weights, spec((v, D), "f4"), spec((b, N), "i4"), spec((b,), "i4"))
+encoder = dataclasses.replace(encoder, mlir_module_serialized=code.read_bytes())
 encoder = dataclasses.replace(encoder, calling_convention_version=about["calling_convention"])
 rows = compute.index_in(array(sys.argv[1:], "string").cast(ids.type), value_set=ids).drop_null().to_numpy()[-N:]
 items, lengths = np.pad(rows, (0, N - len(rows))).astype("i4"), np.array([len(rows)], "i4")

@@ -71,11 +71,12 @@ def open_model(path: str | pathlib.Path, checkpoint: str = "best") -> Served:
     return Served(run.config, run.item_ids, run.layout, run.params, model.item_vectors(run.params), encode)
 
 
-def restore_run(workdir: pathlib.Path, checkpoint: str, devices: list[jax.Device] | None = None) -> Restored:
-    """The params of a run's checkpoint, on all devices here or on these; not its optimizer's state.
+def restore_run(workdir: pathlib.Path, checkpoint: str, on_host: bool = False) -> Restored:
+    """The params of a run's checkpoint, on all devices here; not its optimizer's state.
 
     Args:
         checkpoint: ``best`` (by validation), ``latest`` or a step.
+        on_host: as numpy arrays instead.
 
     Raises:
         ConfigError: the folder holds no run, or its item ids are missing or not those of the checkpoint.
@@ -86,11 +87,17 @@ def restore_run(workdir: pathlib.Path, checkpoint: str, devices: list[jax.Device
     if not (workdir / "checkpoints").is_dir():
         raise CheckpointError(f"{workdir} has no checkpoint yet; let its training go on to the first one")
     config.mesh = MeshConfig()
-    layout = make_layout(config, len(item_ids), devices)
+    layout = make_layout(config, len(item_ids), jax.local_devices()[:1] if on_host else None)
     _, init = make_model(config, len(item_ids), 1.0, layout.table_rows)
     graphdef, shapes = model.abstract(init)
     like = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout.of(shapes)
+        lambda x, sharding: (
+            np.broadcast_to(np.zeros((), x.dtype), x.shape)
+            if on_host
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        ),
+        shapes,
+        layout.of(shapes),
     )
     with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric, reading=True) as checkpoints:
         step = checkpoints.find(str(checkpoint))
