@@ -123,7 +123,7 @@ def _write(folder: pathlib.Path, workdir: pathlib.Path, title: str, run: "Restor
     (folder / serving.ENCODER).write_bytes(encoder.mlir_module_serialized)
     _save_tensors(folder / serving.TENSORS, tensors)
     pq.write_table(pa.table({"id": run.item_ids}), folder / serving.ITEMS)
-    about = about_of(run, checkpoint, encoder)
+    about = about_of(run, checkpoint, encoder, tensors)
     (folder / serving.ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     history = run.item_ids.take(pa.array(np.arange(min(3, len(run.item_ids))))).to_pylist()
     evaluation = model_card.evaluation_of(workdir, run.step)
@@ -211,7 +211,9 @@ def _weight_name(path: tuple) -> str:
     return serving.WEIGHTS + ".".join(str(key.key) for key in path)
 
 
-def about_of(run: "Restored", checkpoint: str, encoder: "jax_export.Exported") -> dict[str, Any]:
+def about_of(
+    run: "Restored", checkpoint: str, encoder: "jax_export.Exported", tensors: dict[str, Any]
+) -> dict[str, Any]:
     """What ``config.json`` of the folder says: all that a reader needs, and the run's config without its paths."""
     import jax
     import pyarrow as pa
@@ -235,6 +237,7 @@ def about_of(run: "Restored", checkpoint: str, encoder: "jax_export.Exported") -
         "calling_convention": encoder.calling_convention_version,
         "jax": jax.__version__,
         "encoder_sha256": hashlib.sha256(encoder.mlir_module_serialized).hexdigest(),
+        "tensors": serving.described(tensors),
         "config": config,
     }
 

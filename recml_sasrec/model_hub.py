@@ -5,6 +5,7 @@ Cache, token (``hf auth login`` or HF_TOKEN), mirror (HF_ENDPOINT) and offline m
 
 import contextlib
 import pathlib
+import warnings
 from collections.abc import Iterator
 
 from recml_sasrec.config import ConfigError
@@ -41,7 +42,8 @@ def push(folder: pathlib.Path, name: str, private: bool) -> str:
 
     api = HfApi()
     again = f"then push the complete folder with --workdir {folder} --push {name}"
-    with _told(f"{folder} can't be pushed to {name!r}", again):
+    with _told(f"{folder} can't be pushed to {name!r}", again), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")  # the items' ids
         url = api.create_repo(name, private=private or None, exist_ok=True)
         api.upload_folder(
             repo_id=name, folder_path=folder, ignore_patterns=[".*"], commit_message="Upload an exported SASRec model"

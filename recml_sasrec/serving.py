@@ -27,6 +27,7 @@ from recml_sasrec.step import Params, make_encoder, make_model
 FORMAT = 1  # of exported folders
 PLATFORMS = ("cpu", "cuda", "tpu")  # that the encoder is lowered for; the order is part of its calling convention
 ENCODER, TENSORS, ITEMS, ABOUT = "encoder.stablehlo", "model.safetensors", "items.parquet", "config.json"
+_KEYS = "items length width vocabulary checkpoint step calling_convention jax encoder_sha256 tensors config".split()
 WEIGHTS = "encoder."  # what the names of the encoder's own arrays start with
 
 
@@ -156,7 +157,8 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         version = int(about["format"])
-        {name: about[name] for name in ("checkpoint", "step", "config", "items", "vocabulary", "jax", "encoder_sha256")}
+        if not set(_KEYS) <= about.keys():
+            raise KeyError
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{folder / ABOUT} of the exported model is missing or damaged; export it again") from None
     if version > FORMAT:
@@ -206,14 +208,21 @@ def _read_tensors(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, np.n
         raise ConfigError(
             f"{path}, the model's arrays, is missing or damaged ({reason}); copy it anew or export again"
         ) from None
-    V, D = about["items"], about["width"]
-    for name, shape in (("item_vectors", (V, D)), ("item_bias", (V,))):
-        have = tensors[name].shape if name in tensors else "none"
-        if have != shape:
-            raise ConfigError(
-                f"{path} has {name} {have} but {ABOUT} says {shape}; they are of two models: export again"
-            )
+    for name in sorted({*tensors, *about["tensors"]}):
+        have = _shape_of(tensors[name]) if name in tensors else "not"
+        wanted = about["tensors"].get(name, "none of that name")
+        if have != wanted:
+            raise ConfigError(f"{path} has {name} {have}, but {ABOUT} says {wanted}; take both from one export")
     return tensors
+
+
+def _shape_of(array: np.ndarray) -> str:
+    return f"{array.dtype} {list(array.shape)}"
+
+
+def described(tensors: dict[str, np.ndarray]) -> dict[str, str]:
+    """Dtypes and shapes by name, as ``config.json`` has them."""
+    return {name: _shape_of(array) for name, array in tensors.items()}
 
 
 def _read_encoder(folder: pathlib.Path, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> export.Exported:
