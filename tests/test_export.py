@@ -72,7 +72,8 @@ class Blocked:
         if name.partition(".")[0] in {blocked}:
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
-runpy.run_path(sys.argv[1], run_name="__main__")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 assert not set({blocked}) & {{name.partition(".")[0] for name in sys.modules}}
 """
     for workdir, folder in (integers, texts):
