@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from flax import nnx
 from jax import export
+from jax.extend.mlir.dialects import stablehlo
 from safetensors import SafetensorError, safe_open
 
 from recml_sasrec import config_file, model, run_folder
@@ -220,6 +222,10 @@ def _shape_of(array: np.ndarray) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
 def described(tensors: dict[str, np.ndarray]) -> dict[str, str]:
     """Dtypes and shapes by name, as ``config.json`` has them."""
     return {name: _shape_of(array) for name, array in tensors.items()}
@@ -246,7 +252,8 @@ def _read_encoder(folder: pathlib.Path, about: dict[str, Any], tensors: dict[str
         f"{path} was exported with jax {about['jax']}, whose StableHLO jax {jax.__version__} can't read; install "
         f"jax {about['jax']} or later, or export the run with jax {jax.__version__}"
     )
-    if version > highest:
+    written = re.match(rb"ML\xefR.StableHLO_v([0-9.]+)", module, re.DOTALL)  # the head of a portable artifact
+    if version > highest or (written and _numbers(written[1].decode()) > _numbers(stablehlo.get_current_version())):
         raise ConfigError(too_old)
     if version < lowest:
         raise ConfigError(

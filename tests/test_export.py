@@ -117,6 +117,12 @@ def edit(folder, **values):
     (folder / "config.json").write_text(json.dumps(about | values))
 
 
+def newer_stablehlo(folder):
+    path = folder / "encoder.stablehlo"
+    path.write_bytes(path.read_bytes().replace(b"StableHLO_v1.", b"StableHLO_v9.", 1))
+    edit(folder, encoder_sha256=hashlib.sha256(path.read_bytes()).hexdigest(), jax="99.0")
+
+
 def unreadable_stablehlo(folder):
     truncate(folder, "encoder.stablehlo")
     digest = hashlib.sha256((folder / "encoder.stablehlo").read_bytes()).hexdigest()
@@ -157,6 +163,7 @@ def truncate(folder, name):
         (lambda f: edit(f, format=2), "has format 2 of exported models but this version reads up to 1; upgrade"),
         (lambda f: edit(f, calling_convention=99, jax="99.0"), "install jax 99.0 or later, or export the run with"),
         (lambda f: edit(f, calling_convention=1, jax="0.4"), "no longer reads; export again"),
+        (newer_stablehlo, "was exported with jax 99.0, whose StableHLO jax .* can't read; install jax 99.0 or later"),
         (
             unreadable_stablehlo,
             "was exported with jax 99.0, whose StableHLO jax .* can't read; install jax 99.0 or later",
