@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from orbax.checkpoint import v1 as ocp
 
@@ -21,6 +22,9 @@ from recml_sasrec.step import Params, TrainState
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 Info = dict[str, Any]
+_Saving = ocp.options.ArrayOptions.Saving
+# in one piece, as it is by default, a table is read into memory beside the array that it becomes
+_PIECES = ocp.options.ArrayOptions(saving=_Saving(storage_options=_Saving.StorageOptions(chunk_byte_size=1 << 26)))
 _ANY_PADDING = ocp.options.ArrayOptions(loading=ocp.options.ArrayOptions.Loading(enable_padding_and_truncation=True))
 
 
@@ -116,9 +120,10 @@ class Checkpoints:
         """
         self.wait()
         try:
-            self._pending = self._checkpointer.save_checkpointables_async(
-                step, _items(state), metrics=metrics, overwrite=overwrite, custom_metadata={"run": json.dumps(info)}
-            )
+            with ocp.Context(array_options=_PIECES):
+                self._pending = self._checkpointer.save_checkpointables_async(
+                    step, _items(state), metrics=metrics, overwrite=overwrite, custom_metadata={"run": json.dumps(info)}
+                )
         except Exception as error:
             raise self._failure(step, error) from error
         self._pending_step = step
@@ -163,7 +168,7 @@ class Checkpoints:
         return TrainState(counters["step"], loaded["params"], loaded["opt_state"], counters["metrics"])
 
     def restore_params(self, step: int, like: Params) -> Params:
-        """The params alone."""
+        """The params alone; numpy arrays where ``like`` has some, which are in memory once where jax's are twice."""
         return self._load(step, {"params": like})["params"]
 
     def restore_opt_state(self, step: int, like: optax.OptState) -> optax.OptState:
@@ -171,7 +176,10 @@ class Checkpoints:
         return self._load(step, {"opt_state": like})["opt_state"]
 
     def _load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        abstract = jax.tree.map(
+            lambda x: x if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            like,
+        )
         try:
             # Another mesh pads the item table by another number of rows that are no items.
             with ocp.Context(array_options=_ANY_PADDING):

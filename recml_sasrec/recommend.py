@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workdir", required=True, help="folder of the run")
+    parser.add_argument(
+        "--workdir", required=True, help="folder of the run, an exported folder, or hf://user/name[@revision]"
+    )
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--history", help='raw item ids, oldest first: "id id id", or a JSON list where ids have spaces')
     who.add_argument(

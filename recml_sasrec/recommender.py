@@ -1,4 +1,4 @@
-"""Recommendations from a run's folder: histories of raw ids in, raw ids with scores out; the events are not needed."""
+"""Recommendations from a run's folder or an exported one: histories of raw ids in, raw ids with scores out."""
 
 import bisect
 import itertools
@@ -13,11 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
-from flax import nnx
 
-from recml_sasrec import model, run_folder
-from recml_sasrec.checkpoint import CheckpointError, Checkpoints
-from recml_sasrec.config import Config, ConfigError, MeshConfig
+from recml_sasrec.config import ConfigError
 from recml_sasrec.data.batch import QueryBatch
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.packing import Placement
@@ -25,8 +22,7 @@ from recml_sasrec.data.vocabulary import Encoder
 from recml_sasrec.data.windows import lay_out
 from recml_sasrec.ranking.shards import top_k_over
 from recml_sasrec.ranking.topk import top_k_listed_jit
-from recml_sasrec.sharding import Layout, make_layout
-from recml_sasrec.step import Params, make_encoder, make_model
+from recml_sasrec.serving import Served, open_model
 
 log = logging.getLogger("recml_sasrec.recommender")
 
@@ -52,47 +48,30 @@ class Recommender:
             training event where the run ranks no others, ``restrict`` takes from them.
     """
 
-    def __init__(self, config: Config, item_ids: pa.Array, layout: Layout, graphdef: nnx.GraphDef, params: Params):
-        self.config, self.item_ids = config, item_ids
+    def __init__(self, served: Served):
+        self.config, self.item_ids = served.config, served.item_ids
         self.unknown, self.without_history, self.unknown_listed = np.zeros(0, np.int64), 0, 0
-        self.candidates: np.ndarray | None = None
-        self._find_many = Encoder(item_ids)
-        self._params = params
-        self._table = model.item_vectors(params)
-        self._encode = jax.jit(make_encoder(graphdef, layout), out_shardings=layout.replicated)
-        self._top_k = top_k_over(layout)
+        self.candidates = served.candidates
+        self._find_many = Encoder(served.item_ids)
+        self._params, self._encode = served.params, served.encode
+        self._table, self._bias = served.table, served.bias
+        self._top_k = top_k_over(served.layout)
         self._cosines = jax.jit(_cosines)
 
     @classmethod
     def load(cls, workdir: str | pathlib.Path, checkpoint: str = "best") -> "Recommender":
-        """Opens a run on the devices here, which need not be those it was trained on.
+        """Opens a run on the devices here, which need not be those it was trained on, or an exported model on one.
 
         Args:
-            checkpoint: ``best`` (by validation), ``latest`` or a step.
+            workdir: folder of the run, an exported folder, or ``hf://user/name[@revision]`` on the Hugging Face Hub.
+            checkpoint: ``best`` (by validation), ``latest`` or a step; an exported folder has the one it was made from.
 
         Raises:
-            ConfigError: the folder holds no run, or its item ids are missing or others.
+            ConfigError: the folder holds no run or exported model, or its item ids are missing or others.
             CheckpointError: there is no such checkpoint, or it can't be read.
+            DataError: the hub doesn't give the model.
         """
-        workdir = pathlib.Path(workdir)
-        config, marks = run_folder.read(workdir)
-        item_ids = run_folder.read_item_ids(workdir, marks)
-        if not (workdir / "checkpoints").is_dir():
-            raise CheckpointError(f"{workdir} has no checkpoint yet; let its training go on to the first one")
-        config.mesh = MeshConfig()
-        layout = make_layout(config, len(item_ids))
-        with Checkpoints(workdir, config.checkpoint.keep, config.evaluation.best_metric, reading=True) as checkpoints:
-            step = checkpoints.find(str(checkpoint))
-            content_width = checkpoints.info(step).get("content_width", 0)
-            _, init = make_model(config, len(item_ids), 1.0, layout.table_rows, content_width)
-            graphdef, shapes = model.abstract(init)
-            like = jax.tree.map(
-                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout.of(shapes)
-            )
-            params = checkpoints.restore_params(step, like)
-        recommender = cls(config, item_ids, layout, graphdef, params)
-        recommender.candidates = run_folder.read_trained_items(workdir, config, len(item_ids))
-        return recommender
+        return cls(open_model(workdir, checkpoint))
 
     def restrict(self, allow: Iterable[RawId] | None = None, block: Iterable[RawId] | None = None) -> None:
         """From now on recommends only items of ``allow``, where given, and none of ``block``, whatever a call allows.
@@ -144,7 +123,7 @@ class Recommender:
         candidates = None if mask is None else jnp.asarray(mask)
         lists: list[list[tuple[RawId, float]]] = [[] for _ in seen]
         pending: tuple[np.ndarray, jax.Array, jax.Array] | None = None
-        bias = model.ranking_bias(self._params)
+        bias = self._bias
         # who has an allow list is scored by it alone
         has_list = np.array([allowed_lists is not None and allowed_lists[user] is not None for user in able], bool)
         longest = max((len(items) for items in allowed_lists or () if items is not None), default=0)

@@ -178,7 +178,11 @@ def read(workdir: pathlib.Path) -> tuple[Config, dict[str, str]]:
         raise ConfigError(f"{workdir} holds no run (no config.json); train one there or name another --workdir")
     try:
         tree = json.loads(path.read_text())
+        if "encoder_sha256" in tree:
+            raise ConfigError(f"{workdir} is an exported model, not a run; name the folder of the run")
         marks = {name: str(tree.pop(name)) for name in ("vocabulary", "events")}
+    except ConfigError:
+        raise
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ConfigError(f"{path} is damaged; restore it from a checkpoint's metadata or train again") from None
     return config_file.from_json(json.dumps(tree)), marks

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
-from recml_sasrec import Recommender, grow, run_folder, trainer
+from recml_sasrec import Recommender, export, grow, run_folder, trainer
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_checks import validate
@@ -178,6 +178,16 @@ def test_items_never_seen_in_training_are_ranked_by_their_content(taste, fixed, 
     cold = int(np.flatnonzero(UNSEEN)[0])
     near = [item for item, _ in recommender.similar_items(cold, k=5)]
     assert (CLUSTER[near] == CLUSTER[cold]).mean() >= 0.8
+
+
+def test_an_exported_model_needs_no_content(taste, fixed, tmp_path):
+    _, _, _, items = taste
+    export.export_run(fixed, tmp_path / "model")
+    histories = [row[:-1].tolist() for row in items[:4]]
+    lists = [Recommender.load(folder).recommend(histories, k=ITEMS) for folder in (fixed, tmp_path / "model")]
+    for one, other in zip(*lists, strict=True):
+        one, other = dict(one), dict(other)
+        assert one.keys() == other.keys() and max(abs(one[item] - other[item]) for item in one) < 1e-5
 
 
 def grow_from(base, config, workdir):

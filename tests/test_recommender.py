@@ -157,7 +157,7 @@ def test_ties_go_to_the_smaller_id_in_the_catalogue_and_in_a_list(integers):
     recommender = Recommender.load(workdir)
     raw = recommender.item_ids.to_pylist()
     recommender._table = recommender._table.at[:].set(recommender._table[3])
-    recommender._params = {**recommender._params, "item_bias": recommender._params["item_bias"] * 0}
+    recommender._bias = recommender._bias * 0
     assert [item for item, _ in recommender.recommend([raw[:4]], k=5)[0]] == raw[:5]
     assert [item for item, _ in recommender.recommend([raw[:4]], k=2, allow=[raw[:1:-1]])[0]] == raw[2:4]
     assert [item for item, _ in recommender.similar_items(raw[1], k=2)] == [raw[0], raw[2]]

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from recml_sasrec import Recommender, trainer
+from recml_sasrec import Recommender, export, trainer
 from recml_sasrec.config import ConfigError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.recommender import _batches
@@ -60,6 +60,10 @@ def test_a_run_that_ranks_trained_items_alone_recommends_no_others(tmp_path, cap
         recommender.recommend([raw[:3]], k=400, allow=[some])[0], brute(recommender, raw[:3], 400, trained & set(some))
     )
     assert {item for item, _ in recommender.similar_items(raw[0], k=400)} == trained - {raw[0]}
+    export.export_run(tmp_path / "run", tmp_path / "model")
+    exported = Recommender.load(tmp_path / "model")
+    same(exported.recommend([raw[:3]], k=400)[0], recommender.recommend([raw[:3]], k=400)[0])
+    assert {item for item, _ in exported.similar_items(raw[0], k=400)} == trained - {raw[0]}
     for words, allowed in (((), trained), (("--all-items",), set(raw))):
         code, out, _ = command(capsys, "--workdir", tmp_path / "run", "--history", str(raw[0]), "--k", 400, *words)
         assert code == 0 and {pair["item"] for pair in json.loads(out)["items"]} == allowed

@@ -31,6 +31,31 @@ def tiny_config(cache: object) -> Config:
     return config
 
 
+def log_of(folder: pathlib.Path, histories: list[list[object]]) -> Config:
+    """The config of a log without times, a history of raw item ids a user, written into the folder as CSV."""
+    rows = [f'{user},"{item}"' for user, items in enumerate(histories) for item in items]
+    (folder / "log.csv").write_text("user_id,item_id\n" + "\n".join(rows), encoding="utf-8")
+    config = tiny_config(folder / "cache")
+    config.data.source, config.data.path, config.data.time_column = "table", str(folder / "log.csv"), ""
+    config.split.kind = "leave_last"
+    return config
+
+
+def untrained_run(folder: pathlib.Path, config: Config) -> pathlib.Path:
+    """A run's folder with the checkpoint, of step 3, of a model that was only initialised."""
+    from recml_sasrec import run_folder
+    from recml_sasrec.checkpoint import Checkpoints
+    from recml_sasrec.data.loader import open_data
+    from recml_sasrec.run import Progress, Run
+
+    (folder / "run").mkdir()
+    run = Run(config, open_data(config))
+    run_folder.adopt(folder / "run", config, run.data.store)
+    with Checkpoints(folder / "run", 1, "ndcg@10") as checkpoints:
+        checkpoints.save(3, run.init(), run.info(Progress()))
+    return folder / "run"
+
+
 def params_hash(workdir: pathlib.Path, step: int) -> str:
     """SHA-256 over the bytes of a checkpoint's params, in the order of their names."""
     from orbax.checkpoint import v1 as ocp
