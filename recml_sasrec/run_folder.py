@@ -124,6 +124,10 @@ def check(workdir: pathlib.Path, config: Config, store: Store) -> None:
             f"{workdir} holds a run with config.{name}={configs.get_field(saved, name)}, but this one has "
             f"{configs.get_field(config, name)}; use another --workdir or the same value"
         )
+    for name in configs.field_names(config):
+        before, now = configs.get_field(saved, name), configs.get_field(config, name)
+        if before != now and not name.startswith(("data.", "mesh.")):
+            log.info("going on with config.%s=%s, so far %s", name, now, before)
     difference = data_difference(marks, store)
     if difference:
         raise ConfigError(f"{workdir} holds a run on other {difference}; use another --workdir or the same data")

@@ -1,6 +1,7 @@
 """Trains a SASRec: python -m recml_sasrec.train --config configs/quickstart.py --workdir runs/quickstart"""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         hosts.initialise(flags.coordinator, flags.processes, flags.process)
         trainer.train(config, flags.workdir)
+        if hosts.is_first():
+            folder = shlex.quote(flags.workdir)
+            print(
+                f'\nrecommend: python -m recml_sasrec.recommend --workdir {folder} --history "ID ID ID"\n'
+                f"export: python -m recml_sasrec.export --workdir {folder} --output FOLDER"
+            )
 
     return command.run(train)
 

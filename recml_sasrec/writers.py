@@ -69,8 +69,8 @@ class RunLog:
             return
         shown = {
             "loss": f"{row['loss']:.4f}",
-            "precision": f"{row['precision']:.4f}",
-            "recall": f"{row['recall']:.4f}",
+            # 0 as long as no logit is above the threshold, which says nothing of the ranking
+            **{name: f"{row[name]:.4f}" for name in ("precision", "recall") if row[name]},
             **({"hit@10": f"{row['hit@10']:.4f}"} if "hit@10" in row else {}),
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
             "data wait": f"{row['data_wait']:.1%}",

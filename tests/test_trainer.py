@@ -154,7 +154,8 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_and_keeps_the_last_good_c
     assert trainer.train(config, tmp_path / "run")["sasrec"]["ndcg@10"] > 0
 
 
-def test_a_full_disk_while_checkpointing_keeps_the_last_good_checkpoint(tmp_path):
+def test_a_full_disk_while_checkpointing_keeps_the_last_good_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO", "recml_sasrec")
     config = tiny_config(tmp_path / "cache")
     config.train.steps = 6
     trainer.train(config, tmp_path / "run")
@@ -168,6 +169,7 @@ def test_a_full_disk_while_checkpointing_keeps_the_last_good_checkpoint(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "\n" not in str(error.value)
+    assert "going on with config.train.steps=24, so far 6" in caplog.text
     assert trainer.train(config, tmp_path / "run")["sasrec"]["ndcg@10"] > 0
 
 

@@ -228,17 +228,25 @@ def _hours_line(config: Config, data, name: str, grid: tuple[float, ...]) -> str
 
 
 def format_table(protocol: dict[str, Any], rows: Rows) -> str:
-    """A plain-text table: the protocol's lines, then a line for each metric and a column for each model."""
+    """A plain-text table: the protocol's lines, then a line for each metric and a column for each model.
+
+    Metrics that are the same in every model, as recall and hit rate are with one target, share a line.
+    """
     width = max(map(len, protocol), default=0)
     lines = [f"{name:<{width}}  {value:,}" if isinstance(value, int) else f"{name:<{width}}  {value}"
              for name, value in protocol.items()]  # fmt: skip
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    left = max(map(len, names), default=0)
+    same: dict[tuple, list[str]] = {}
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        same.setdefault(tuple(row.get(name) for row in rows.values()), []).append(name)
+    left = max((len(" = ".join(names)) for names in same.values()), default=0)
     columns = {model: max(len(model), 8) for model in rows}
     lines += ["", " " * left + "".join(f"  {model:>{columns[model]}}" for model in rows)]
-    for name in names:
-        cells = (f"{rows[model][name]:.6f}" if name in rows[model] else "-" for model in rows)
-        lines.append(f"{name:<{left}}" + "".join(f"  {c:>{w}}" for c, w in zip(cells, columns.values(), strict=True)))
+    for values, names in same.items():
+        cells = ("-" if value is None else f"{value:.6f}" for value in values)
+        lines.append(
+            f"{' = '.join(names):<{left}}"
+            + "".join(f"  {c:>{w}}" for c, w in zip(cells, columns.values(), strict=True))
+        )
     return "\n".join(lines)
 
 

@@ -220,14 +220,16 @@ def test_the_protocol_says_what_was_done():
 
 
 def test_the_table_is_headed_by_its_protocol():
-    rows = {"sasrec": {"ndcg@10": 0.1234567, "hr@10": 0.5}, "most_pop": {"ndcg@10": 0.01}}
+    both = {"hr@1": 0.25, "recall@1": 0.25}  # metrics that are the same in every model share a line
+    rows = {"sasrec": {"ndcg@10": 0.1234567, "hr@10": 0.5, **both}, "most_pop": {"ndcg@10": 0.01, **both}}
     assert evaluation.format_table({"users": 12345, "split": "temporal"}, rows).splitlines() == [
         "users  12,345",
         "split  temporal",
         "",
-        "           sasrec  most_pop",
-        "ndcg@10  0.123457  0.010000",
-        "hr@10    0.500000         -",
+        "                   sasrec  most_pop",
+        "ndcg@10          0.123457  0.010000",
+        "hr@10            0.500000         -",
+        "hr@1 = recall@1  0.250000  0.250000",
     ]
 
 
