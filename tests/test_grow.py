@@ -369,3 +369,15 @@ def test_rules_from_a_table_of_items_count_what_they_gave(base, rule, tmp_path):
             group = [i for i in range(60) if 100 + i in ids and (100 + i) % 3 == raw % 3]
             bias = np.asarray(params["item_bias"])[group].mean()
             np.testing.assert_allclose(state.params["item_bias"][row], bias, rtol=1e-5)
+
+
+def test_a_single_kept_item_with_content_or_a_category_says_nothing_of_new_ones(base, tmp_path):
+    ids = [110, 160, 161]
+    pq.write_table(
+        pa.table({"item_id": ids, "kind": ["a"] * 3, "vector": [[1.0, 2.0]] * 3}), tmp_path / "items.parquet"
+    )
+    for rule, column in (("category", "kind"), ("content", "vector")):
+        fields = {"init_new_items": rule, f"data_{rule}_column": column}
+        config = grown_config(base, **fields, data_items_path=str(tmp_path / "items.parquet"))
+        growth = grow.plan(grow.open_base(config, pathlib.Path("nowhere")), open_data(config).store, config)
+        assert growth.report["items"]["added"] == {rule: 0, "table": 12}
