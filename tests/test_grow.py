@@ -18,6 +18,7 @@ from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.run import Run
+from recml_sasrec.serving import served
 from tests.tiny import params_hash, tiny_config
 
 OLD, NEW = range(100, 160), range(104, 172)  # raw ids: 56 in common, 4 vanish, 12 are new: 20 % more
@@ -142,7 +143,7 @@ def test_scores_of_old_items_for_old_histories_are_unchanged_and_new_items_do_no
     histories = [rng.choice(common, size).tolist() for size in rng.integers(1, 40, 100)]
     run, _, state = start(grown_config(base))
     before = scores(Recommender.load(base / "base"), histories)
-    grown = Recommender(run.config, run.data.store.item_ids, run.layout, run.graphdef, state.params)
+    grown = Recommender(served(run.config, run.data.store.item_ids, run.layout, run.graphdef, state.params))
     after = scores(grown, histories)
     for old, new in zip(before, after, strict=True):
         assert len(old) == 60 and len(new) == 68
