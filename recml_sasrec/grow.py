@@ -134,7 +134,7 @@ def plan(base: Base, store: Store, config: Config) -> Growth:
     content = content_of(store, config.data) if rule == "content" else None
     if content is not None:
         by_rule = new_rows.described(content)
-        if not (by_rule & kept).any():  # nothing to fit
+        if (by_rule & kept).sum() < 2:  # nothing to fit
             content, by_rule = None, by_rule & False
     vanished = len(base.item_ids) - int(kept.sum())
     if config.init.vanished == "keep":

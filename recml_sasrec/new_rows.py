@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from recml_sasrec.model import INIT_STDDEV
 
 RIDGE = 0.01  # of the content's mean variance, added to each of its dimensions
+_ROUNDING = 1e-10  # likewise, of its mean square: what is left of sums that cancel says nothing
 _CHUNK = 1 << 16  # rows fitted at once
 
 
@@ -79,7 +80,8 @@ def fitted(
 
     Minimises ``|X W - Y|^2 + s |W|^2`` over kept items that have content, X their content and Y their rows, both less
     their means; s is ``RIDGE`` times the mean square of X's columns. The normal equations are summed in float64 over
-    chunks of items; the fit is made for one shard of the result at a time. Items without content get zeros.
+    chunks of items; the fit is made for one shard of the result at a time. Items without content get zeros, all others
+    the mean where the kept items' content is all the same.
 
     Args:
         content: float32 [V, C], zeros: none.
@@ -98,7 +100,8 @@ def fitted(
     mean = sums[-1] / sums[-1, -1]
     centred = sums - sums[-1, -1] * np.outer(mean, mean)
     gram = centred[:C, :C]
-    weights = np.linalg.solve(gram + RIDGE * np.trace(gram) / C * np.eye(C), centred[:C, C:-1])
+    ridge = RIDGE * max(np.trace(gram), 0) + _ROUNDING * np.trace(sums[:C, :C])
+    weights = np.linalg.solve(gram + ridge / C * np.eye(C), centred[:C, C:-1])
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         first, last, _ = (index[0] if index else slice(None)).indices(rows)

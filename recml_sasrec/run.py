@@ -1,6 +1,7 @@
 """A config, its data and the model built for them: what training and evaluation both need."""
 
 import dataclasses
+import functools
 import logging
 import math
 import pathlib
@@ -16,6 +17,7 @@ from recml_sasrec import hosts, memory, optim, sharding
 from recml_sasrec.checkpoint import Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.batch import Batch
+from recml_sasrec.data.catalogue import content_mark
 from recml_sasrec.data.loader import Data
 from recml_sasrec.model import item_vectors, ranking_bias
 from recml_sasrec.preemption import Interrupted, StopRequest
@@ -145,7 +147,7 @@ class Run:
         """What a checkpoint says of its run.
 
         Raises:
-            ConfigError: it is of other items or lengths of content; a restore would cut its arrays to these.
+            ConfigError: it is of other items or content; a restore would cut its arrays to these, or keep its own.
         """
         info = checkpoints.info(step)
         if info["vocabulary"] != self.data.store.vocabulary:
@@ -160,7 +162,17 @@ class Run:
                 f"config.data.items_path has {self.content_width}; give the vectors it was trained on or use another "
                 "--workdir"
             )
+        if info.get("content", self.content_mark) != self.content_mark:  # early checkpoints say nothing of it
+            raise ConfigError(
+                f"the checkpoint of step {step} in {checkpoints.directory} has other content vectors than "
+                "config.data.items_path; give the vectors it was trained on or use another --workdir"
+            )
         return info
+
+    @functools.cached_property
+    def content_mark(self) -> str | None:
+        """A fingerprint of the content vectors, where the items have some."""
+        return None if self.data.content is None else content_mark(self.data.content)
 
     def restore_state(self, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint's state, or a fresh one."""
@@ -176,6 +188,7 @@ class Run:
             "config": dataclasses.asdict(self.config),
             "vocabulary": self.data.store.vocabulary,
             "content_width": self.content_width,
+            "content": self.content_mark,
             "progress": dataclasses.asdict(progress),
         }
 

@@ -20,6 +20,7 @@ from recml_sasrec import config as configs
 from recml_sasrec import config_file, hosts
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.arrays import read_ids
+from recml_sasrec.data.catalogue import content_mark
 from recml_sasrec.data.loader import Data, open_data
 from recml_sasrec.data.store import Store
 from recml_sasrec.data.vocabulary import fingerprint
@@ -58,7 +59,10 @@ def open_together(config: Config, kept_ids: pa.Array | None = None) -> Data:
     data = hosts.together(lambda: open_data(config, kept_ids), waiting_for="it reads the data")
     if hosts.count() > 1:
         marks = data_marks(data.store)
-        hosts.check_same({"the catalogue of items": marks["vocabulary"], "the log of events": marks["events"]})
+        same = {"the catalogue of items": marks["vocabulary"], "the log of events": marks["events"]}
+        if data.content is not None:
+            same["config.data.items_path's content"] = content_mark(data.content)
+        hosts.check_same(same)
     return data
 
 

@@ -73,9 +73,21 @@ def open_model(path: str | pathlib.Path, checkpoint: str = "best") -> Served:
     if is_exported(path):
         return open_exported(path, checkpoint)
     run = restore_run(path, checkpoint)
-    encode = jax.jit(make_encoder(run.graphdef, run.layout), out_shardings=run.layout.replicated)
-    table, bias = model.item_vectors(run.params), model.ranking_bias(run.params)
-    return Served(run.config, run.item_ids, run.layout, run.params, encode, table, bias, run.candidates)
+    return served(run.config, run.item_ids, run.layout, run.graphdef, run.params, run.candidates)
+
+
+def served(
+    config: Config,
+    item_ids: pa.Array,
+    layout: Layout,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    candidates: np.ndarray | None = None,
+) -> Served:
+    """Parameters in memory, as what ``Recommender`` works with."""
+    encode = jax.jit(make_encoder(graphdef, layout), out_shardings=layout.replicated)
+    table, bias = model.item_vectors(params), model.ranking_bias(params)
+    return Served(config, item_ids, layout, params, encode, table, bias, candidates)
 
 
 def restore_run(workdir: pathlib.Path, checkpoint: str, on_host: bool = False) -> Restored:

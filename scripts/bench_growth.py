@@ -23,12 +23,13 @@ import pyarrow.parquet as pq
 
 from recml_sasrec import Recommender, command, grow, trainer
 from recml_sasrec.checkpoint import Checkpoints
-from recml_sasrec.config import Config
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.config_file import load_config
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.optim import moment_of
 from recml_sasrec.preemption import StopRequest
 from recml_sasrec.run import Run
+from recml_sasrec.serving import served
 from recml_sasrec.sharding import BY_ITEM
 
 COLUMNS = ("user_id", "item_id", "timestamp")
@@ -78,7 +79,7 @@ def before_any_step(config: Config, folder: pathlib.Path, users: int) -> dict[st
     growth = grow.plan(opened, run.data.store, config)
     state = grow.grown_state(run, growth)
     base, store = Recommender.load(opened.folder), run.data.store
-    grown = Recommender(config, store.item_ids, run.layout, run.graphdef, state.params)
+    grown = Recommender(served(config, store.item_ids, run.layout, run.graphdef, state.params))
     old, largest, taken = set(opened.item_ids.to_pylist()), [0.0, 0.0], 0
     events = open_data(opened.config).store
     histories = [
@@ -114,6 +115,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def measure() -> None:
         flags, overrides = command.parse(parser, argv)
+        for name in ("seeds", "users"):
+            if getattr(flags, name) < 1:
+                raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
         config = load_config(flags.config, [*overrides, *([f"data.path={flags.input}"] if flags.input else [])])
         flags.workdir.mkdir(parents=True, exist_ok=True)
         rows = []

@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sweep(flags: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Everything that can be wrong is said before the first run starts."""
-    for name in ("seeds", "jobs"):
-        if getattr(flags, name) < 1:
-            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    for name, least in (("seeds", 1), ("jobs", 1), ("random", 0)):
+        if getattr(flags, name) < least:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least {least}")
     base = load_config(flags.config, overrides)
     if not base.evaluation.every:
         raise ConfigError(
@@ -96,6 +96,12 @@ def sweep(flags: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(f"config.{twice[0]} is given twice; name all its values in one --grid or --range")
     if bool(ranges) != (flags.random > 0):
         raise ConfigError(f"--random {flags.random} with {len(ranges)} --range; give how many to draw, and from what")
+    last = base.train.seed + flags.seeds - 1
+    if last >= 2**32:
+        raise ConfigError(
+            f"--seeds {flags.seeds} ends at the seed {last}, but seeds must be below 2**32; lower "
+            f"config.train.seed={base.train.seed}"
+        )
     points = make_points(base, grid, ranges, flags.random)
     for point in points:
         check(base, point)

@@ -232,6 +232,26 @@ def test_a_checkpoint_with_content_of_another_length_is_refused(taste, fixed, tm
         trainer.train(config, fixed)
 
 
+def test_a_checkpoint_is_refused_with_other_content_and_not_with_the_same_elsewhere(
+    taste, fixed, tmp_path, monkeypatch
+):
+    _, config, _, _ = taste
+    config, path = copy.deepcopy(config), tmp_path / "items.parquet"
+    config.data.items_path, config.model.content = str(path), "fixed"
+    other = CONTENT.copy()
+    other[7, 3] += 1e-3
+    with Checkpoints(fixed, 1, "ndcg@10", reading=True) as checkpoints:
+        pq.write_table(pa.table({"item": np.arange(ITEMS), "vector": list(CONTENT)}), path)
+        info = Run(config, open_data(config)).info_of(checkpoints, 150)
+        pq.write_table(pa.table({"item": np.arange(ITEMS), "vector": list(other)}), path)
+        run = Run(config, open_data(config))
+        with pytest.raises(ConfigError, match=r"has other content vectors than config\.data\.items_path; give"):
+            run.info_of(checkpoints, 150)
+        del info["content"]  # as in early checkpoints
+        monkeypatch.setattr(checkpoints, "info", lambda step: info)
+        assert run.info_of(checkpoints, 150) == info
+
+
 @pytest.mark.parametrize("table", ["adam", "adam_bf16", "adagrad", "adafactor"])
 def test_no_optimizer_moves_what_has_no_gradient(table):
     config = Config().optimizer

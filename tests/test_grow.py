@@ -18,6 +18,7 @@ from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.run import Run
+from recml_sasrec.serving import served
 from tests.tiny import params_hash, tiny_config
 
 OLD, NEW = range(100, 160), range(104, 172)  # raw ids: 56 in common, 4 vanish, 12 are new: 20 % more
@@ -142,7 +143,7 @@ def test_scores_of_old_items_for_old_histories_are_unchanged_and_new_items_do_no
     histories = [rng.choice(common, size).tolist() for size in rng.integers(1, 40, 100)]
     run, _, state = start(grown_config(base))
     before = scores(Recommender.load(base / "base"), histories)
-    grown = Recommender(run.config, run.data.store.item_ids, run.layout, run.graphdef, state.params)
+    grown = Recommender(served(run.config, run.data.store.item_ids, run.layout, run.graphdef, state.params))
     after = scores(grown, histories)
     for old, new in zip(before, after, strict=True):
         assert len(old) == 60 and len(new) == 68
@@ -369,3 +370,15 @@ def test_rules_from_a_table_of_items_count_what_they_gave(base, rule, tmp_path):
             group = [i for i in range(60) if 100 + i in ids and (100 + i) % 3 == raw % 3]
             bias = np.asarray(params["item_bias"])[group].mean()
             np.testing.assert_allclose(state.params["item_bias"][row], bias, rtol=1e-5)
+
+
+def test_a_single_kept_item_with_content_or_a_category_says_nothing_of_new_ones(base, tmp_path):
+    ids = [110, 160, 161]
+    pq.write_table(
+        pa.table({"item_id": ids, "kind": ["a"] * 3, "vector": [[1.0, 2.0]] * 3}), tmp_path / "items.parquet"
+    )
+    for rule, column in (("category", "kind"), ("content", "vector")):
+        fields = {"init_new_items": rule, f"data_{rule}_column": column}
+        config = grown_config(base, **fields, data_items_path=str(tmp_path / "items.parquet"))
+        growth = grow.plan(grow.open_base(config, pathlib.Path("nowhere")), open_data(config).store, config)
+        assert growth.report["items"]["added"] == {rule: 0, "table": 12}

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from recml_sasrec import new_rows, sharding
 from tests.tiny import tiny_config
@@ -52,3 +53,17 @@ def test_new_rows_from_content_are_the_ridge_regression_of_the_kept_ones(monkeyp
     described = content.any(1)
     np.testing.assert_allclose(got[:V][described], expected[described], rtol=1e-4, atol=1e-4)
     assert not got[:V][~described].any() and not got[V:].any()
+
+
+@pytest.mark.parametrize("value", [0.1, 1, -7e9, 3e-30])
+def test_content_that_is_the_same_for_all_kept_items_gives_their_mean(value):
+    """The sums that are left are rounding, if anything: a fit to it would be wild, or have no solution."""
+    rng = np.random.default_rng(3)
+    content = np.full((50, 6), value, np.float32)
+    content[45:] = 1.5 * value  # new items, and of other content
+    source = np.where(np.arange(50) < 40, np.arange(50), -1).astype(np.int32)
+    base = rng.normal(size=(50, 3)).astype(np.float32)
+    mesh = sharding.make_layout(tiny_config(""), 50).mesh
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "items")))
+    got = np.asarray(new_rows.fitted(content, source, jax.numpy.asarray(base), 50, split))
+    np.testing.assert_allclose(got, np.tile(base[:40].mean(0), (50, 1)), atol=1e-3)

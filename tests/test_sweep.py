@@ -160,6 +160,12 @@ def seeded(seed):
         (["--random", "3", "--range", "model.dropout=0:1:2"], "is not LOW:HIGH or log:LOW:HIGH"),
         (["--random", "3", "--range", "model.item_bias=0:1"], "needs a field of numbers"),
         (["--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--jobs", "0"], "--jobs 0 must be at least 1"),
+        (["--random", "-1"], "--random -1 must be at least 0"),
+        (
+            ["--config.train.seed=4294967295", "--seeds", "2"],
+            "--seeds 2 ends at the seed 4294967296, but seeds must be",
+        ),
         (["--write", "no/where.md"], "is not a folder"),
     ],
 )

@@ -5,6 +5,7 @@ is streamed; the vectors become one mapped array in the store's folder, in the o
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from recml_sasrec.data.arrays import check_space, create_array, write_ids
 from recml_sasrec.data.events import DataError, as_ids, check_file, integer_columns, open_table
 from recml_sasrec.data.folders import remove_stale, temporary_name
 from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint, write_meta
+from recml_sasrec.data.times import is_text
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 from recml_sasrec.files import unfinished
@@ -153,6 +155,15 @@ def _write_content(store: Store, data: DataConfig, path: str) -> None:
         log.info("%d of %d items have no row in %r: their content is zeros", (~seen).sum(), len(seen), data.items_path)
 
 
+def content_mark(content: np.ndarray) -> str:
+    """A fingerprint of content vectors: of up to 2^20 items, evenly spaced."""
+    rows_RC = content[:: -(-len(content) // 2**20)]
+    digest = hashlib.blake2b(repr(content.shape).encode(), digest_size=16)
+    for start in range(0, len(rows_RC), _BATCH_ROWS):
+        digest.update(np.ascontiguousarray(rows_RC[start : start + _BATCH_ROWS]).data)
+    return digest.hexdigest()
+
+
 def categories_of(store: Store, data: DataConfig) -> np.ndarray | None:
     """int32 [V] category numbers by dense id, -1 for items without one; None where there is no category column.
 
@@ -168,7 +179,7 @@ def categories_of(store: Store, data: DataConfig) -> np.ndarray | None:
     all_rows, texts = [], []
     for ids, column in _rows(store, data, data.category_column):
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if not (pa.types.is_integer(kind) or is_text(kind)):
             raise DataError(
                 f"column {data.category_column!r} of {data.items_path!r} holds {kind} values but categories must be "
                 "text or integers; convert it"
@@ -183,7 +194,7 @@ def categories_of(store: Store, data: DataConfig) -> np.ndarray | None:
     numbers = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
     rank = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy(zero_copy_only=False)
     categories = np.full(store.num_items, -1, np.int32)
-    categories[np.concatenate(all_rows)] = np.where(numbers < 0, -1, rank.astype(np.int64)[numbers] - 1)
+    categories[np.concatenate(all_rows)] = np.append(rank.astype(np.int64) - 1, -1)[numbers]  # its last is the -1
     return categories
 
 

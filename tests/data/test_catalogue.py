@@ -159,18 +159,26 @@ def test_bad_vectors_are_refused_by_the_item_and_leave_nothing(tmp_path, column,
     assert not [name for name in os.listdir(store.directory) if "content" in name]
 
 
+@pytest.mark.parametrize("column_type", [pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())], ids=str)
 @pytest.mark.parametrize("kind", [int, str])
-def test_categories_are_numbered_in_the_order_of_their_text(tmp_path, kind):
-    values = ["rock", "jazz", None, "rock"]
+def test_categories_are_numbered_in_the_order_of_their_text(tmp_path, kind, column_type):
+    values = pa.array(["rock", "jazz", None, "rock"]).cast(column_type)
     path = written(tmp_path / "items.parquet", [kind(i) for i in (50, 4, 3, 9)], genre=values)
     config = config_of(tmp_path, kind, items_path=path, category_column="genre")
     store = open_data(config).store
-    genre = dict(zip((kind(i) for i in (50, 4, 3, 9)), values, strict=True))
+    genre = dict(zip((kind(i) for i in (50, 4, 3, 9)), values.to_pylist(), strict=True))
     numbers = {None: -1, "jazz": 0, "rock": 1}
     categories = categories_of(store, config.data)
     assert categories.dtype == np.int32
     assert categories.tolist() == [numbers[genre.get(item)] for item in store.item_ids.to_pylist()]
     assert categories_of(store, Config().data) is None
+
+
+def test_a_column_of_nothing_but_nulls_has_no_category(tmp_path):
+    path = written(tmp_path / "items.parquet", [50, 4, 3], genre=pa.nulls(3, pa.string()))
+    config = config_of(tmp_path, items_path=path, category_column="genre")
+    store = open_data(config).store
+    assert categories_of(store, config.data).tolist() == [-1] * store.num_items
 
 
 def test_a_csv_has_categories_and_ids_of_the_events_type(tmp_path):
