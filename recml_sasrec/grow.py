@@ -27,10 +27,13 @@ from recml_sasrec import hosts, new_rows, optim, run_folder
 from recml_sasrec.checkpoint import CheckpointError, Checkpoints
 from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.catalogue import categories_of, content_of
+from recml_sasrec.data.loader import Data
+from recml_sasrec.data.split import train_end
 from recml_sasrec.data.store import Store
 from recml_sasrec.data.vocabulary import Encoder, check_same_type
 from recml_sasrec.files import write_atomically
 from recml_sasrec.model import ranking_bias, split_given
+from recml_sasrec.ranking import evaluation
 from recml_sasrec.run import Run
 from recml_sasrec.sharding import BY_ITEM
 from recml_sasrec.step import Params, TrainState
@@ -112,13 +115,14 @@ def _check_model(config: Config, base: Config) -> None:
             )
 
 
-def plan(base: Base, store: Store, config: Config) -> Growth:
-    """Matches the items of a store with those of the base.
+def plan(base: Base, data: Data, config: Config) -> Growth:
+    """Matches the items of the data with those of the base.
 
     Raises:
         DataError: ids of another type.
         ConfigError: no item in common.
     """
+    store = data.store
     check_same_type(base.item_ids, store.item_ids, config.init.from_run)
     source = Encoder(base.item_ids)(store.item_ids)
     kept, rule = source >= 0, config.init.new_items
@@ -148,6 +152,7 @@ def plan(base: Base, store: Store, config: Config) -> Growth:
         "items": {
             "kept": int(kept.sum()),
             "added": added if rule != "table" else {"table": added["table"]},
+            "added_without_training_event": int(np.count_nonzero(~kept & (evaluation.train_counts(data) == 0))),
             "vanished": {"kept" if config.init.vanished == "keep" else "dropped": vanished},
         },
         "positions": {"copied": copied, "fresh": config.data.length - copied},
@@ -155,7 +160,22 @@ def plan(base: Base, store: Store, config: Config) -> Growth:
         if table == before
         else f"kept, those of the item table fresh: config.optimizer.table={table}, was {before}",
     }
+    report |= {} if (leak := _leak(config, base.config)) is None else {"warning": leak}
     return Growth(base, source, categories, content, report)
+
+
+def _leak(config: Config, base: Config) -> str | None:
+    """Why the base may have been trained on what this run is validated or tested on; None where it can't be seen."""
+    split, before = config.split, base.split
+    held_out = f"validation and test may hold events that {config.init.from_run} was trained on"
+    if split.kind != before.kind:
+        return f"config.split.kind={split.kind}, was {before.kind}: {held_out}"
+    if split.kind == "temporal" and train_end(split) < train_end(before):
+        return f"training ends at second {train_end(split):,}, was {train_end(before):,}: {held_out}"
+    last, was = (s.test_last + s.validation_last for s in (split, before))
+    if split.kind == "leave_last" and last > was:
+        return f"the last {last} events of a user are held out, were {was}: {held_out}"
+    return None
 
 
 def _with_events(store: Store) -> np.ndarray:
@@ -172,9 +192,11 @@ def sentence(report: dict[str, Any]) -> str:
     ((fate, vanished),) = items["vanished"].items()
     added = items["added"]
     rules = ", ".join(f"{count:,} by {name}" for name, count in added.items())
+    untrained = items["added_without_training_event"]
     return (
         f"grown from {report['from_run']} (step {report['checkpoint']}): {items['kept']:,} items kept, "
-        f"{sum(added.values()):,} new ({rules}), {vanished:,} vanished ({fate}); "
+        f"{sum(added.values()):,} new ({rules}; {untrained:,} without a training event), "
+        f"{vanished:,} vanished ({fate}); "
         f"{positions['copied']} positions kept, {positions['fresh']} new; moments {report['moments']}"
     )
 
@@ -344,4 +366,6 @@ def report(workdir: pathlib.Path, growth: Growth | None) -> None:
     """Says how the run has grown, and leaves it in its folder as ``grown.json``."""
     if growth is not None:
         log.info("%s", sentence(growth.report))
+        if "warning" in growth.report:
+            log.warning("warning: %s", growth.report["warning"])
         write_atomically(workdir / "grown.json", json.dumps(growth.report, indent=2) + "\n")

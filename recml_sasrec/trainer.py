@@ -63,7 +63,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> Rows:
             if hosts.is_first():
                 run_folder.save_trained_items(workdir, evaluation.candidate_mask(config, data))
             if (progress.step < config.train.steps and not progress.stopped) or progress.interrupted:
-                growth = None if base is None else hosts.together(lambda: grow.plan(base, data.store, config))
+                growth = None if base is None else hosts.together(lambda: grow.plan(base, data, config))
                 train_step = run.compile_step()  # says what it needs before the state takes its memory
                 state = run.restore_state(checkpoints) if growth is None else grow.grown_state(run, growth)
                 if hosts.is_first():

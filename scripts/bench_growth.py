@@ -76,7 +76,7 @@ def before_any_step(config: Config, folder: pathlib.Path, users: int) -> dict[st
     opened = grow.open_base(config, folder)
     assert opened is not None
     run = Run(config, open_data(config))
-    growth = grow.plan(opened, run.data.store, config)
+    growth = grow.plan(opened, run.data, config)
     state = grow.grown_state(run, growth)
     base, store = Recommender.load(opened.folder), run.data.store
     grown = Recommender(served(config, store.item_ids, run.layout, run.graphdef, state.params))

@@ -196,7 +196,7 @@ def grow_from(base, config, workdir):
     config.init.from_run = str(base)
     opened = grow.open_base(config, workdir)
     run = Run(config, open_data(config))
-    state = grow.grown_state(run, grow.plan(opened, run.data.store, config))
+    state = grow.grown_state(run, grow.plan(opened, run.data, config))
     run_folder.adopt(workdir, config, run.data.store)
     with Checkpoints(workdir, 1, "ndcg@10") as checkpoints:
         checkpoints.save(0, state, run.info(Progress()))

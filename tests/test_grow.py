@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from recml_sasrec import Recommender, grow, optim, trainer
 from recml_sasrec.checkpoint import CheckpointError
-from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.config import Config, ConfigError, SplitConfig
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.run import Run
@@ -72,7 +72,7 @@ def start(config, workdir="nowhere"):
     opened = grow.open_base(config, pathlib.Path(workdir))
     kept = opened.item_ids if config.init.vanished == "keep" else None
     run = Run(config, open_data(config, kept))
-    growth = grow.plan(opened, run.data.store, config)
+    growth = grow.plan(opened, run.data, config)
     return run, growth, jax.device_get(grow.grown_state(run, growth))
 
 
@@ -121,7 +121,12 @@ def test_kept_rows_and_backbone_and_all_their_moments_are_the_base_s_bits(base):
     assert growth.report == {
         "from_run": str(base / "base"),
         "checkpoint": 12,
-        "items": {"kept": 56, "added": {"table": 12}, "vanished": {"dropped": 4}},
+        "items": {
+            "kept": 56,
+            "added": {"table": 12},
+            "added_without_training_event": 0,
+            "vanished": {"dropped": 4},
+        },
         "positions": {"copied": 16, "fresh": 0},
         "moments": "kept",
     }
@@ -156,7 +161,8 @@ def test_kept_vanished_items_join_the_catalogue_and_other_lengths_share_position
     run, growth, state = start(grown_config(base, init_vanished="keep", data_length=20, train_batch_size=2))
     ids = run.data.store.item_ids.to_pylist()
     assert ids == list(range(100, 172))
-    assert growth.report["items"] == {"kept": 60, "added": {"table": 12}, "vanished": {"kept": 4}}
+    items = growth.report["items"]
+    assert (items["kept"], items["added"], items["vanished"]) == (60, {"table": 12}, {"kept": 4})
     assert growth.report["positions"] == {"copied": 16, "fresh": 4}
     params, opt_state = saved(base / "base")
     np.testing.assert_array_equal(state.params["item_table"][:60], params["item_table"])
@@ -226,7 +232,8 @@ def test_a_grown_run_resumes_without_the_base_trains_only_new_rows_and_grows_aga
     again = grown_config(base)
     again.init.from_run = str(tmp_path / "run")
     _, growth, state = start(again)
-    assert growth.report["items"] == {"kept": 68, "added": {"table": 0}, "vanished": {"dropped": 4}}
+    items = growth.report["items"]
+    assert (items["kept"], items["added"], items["vanished"]) == (68, {"table": 0}, {"dropped": 4})
     np.testing.assert_array_equal(state.params["item_table"][:68], params["item_table"][4:])
 
 
@@ -340,6 +347,30 @@ def table_moments(state):
     return {key: x for key, x in moments.items() if key[1] == ("item_table",) and key[0] != "old_rows"}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({}, {}, None),
+        ({"kind": "temporal"}, {}, "config.split.kind=leave_last, was temporal"),
+        ({}, {"test_last": 2}, "the last 3 events of a user are held out, were 2"),
+        ({"test_last": 2}, {}, None),
+        ({"kind": "temporal", "test_start": 90}, {"kind": "temporal", "test_start": 80}, "training ends at second 80"),
+        ({"kind": "temporal", "test_start": 90}, {"kind": "temporal", "test_start": 99}, None),
+        (
+            {"kind": "temporal", "test_start": 90},
+            {"kind": "temporal", "test_start": 99, "validation_length": 8, "gap": 1},
+            "training ends at second 89, was 90",
+        ),
+    ],
+)
+def test_a_base_that_knows_what_is_held_out_is_told(before, now, words):
+    base, config = Config(), Config()
+    base.split = SplitConfig(**{"kind": "leave_last", **before})
+    config.split = SplitConfig(**{"kind": "leave_last", **now})
+    warning = grow._leak(config, base)
+    assert warning is None if words is None else words in warning
+
+
 @pytest.mark.parametrize("rule", ["category", "content"])
 def test_rules_from_a_table_of_items_count_what_they_gave(base, rule, tmp_path):
     """Items 100..169 are described, 170 and 171 are not; a category is new."""
@@ -380,5 +411,5 @@ def test_a_single_kept_item_with_content_or_a_category_says_nothing_of_new_ones(
     for rule, column in (("category", "kind"), ("content", "vector")):
         fields = {"init_new_items": rule, f"data_{rule}_column": column}
         config = grown_config(base, **fields, data_items_path=str(tmp_path / "items.parquet"))
-        growth = grow.plan(grow.open_base(config, pathlib.Path("nowhere")), open_data(config).store, config)
+        growth = grow.plan(grow.open_base(config, pathlib.Path("nowhere")), open_data(config), config)
         assert growth.report["items"]["added"] == {rule: 0, "table": 12}

@@ -31,6 +31,12 @@ def make_split(store: Store, split: SplitConfig) -> Split:
     return {"temporal": split_temporal, "leave_last": split_leave_last}[split.kind](store, split)
 
 
+def train_end(split: SplitConfig) -> int:
+    """The first second that a temporal split does not train on."""
+    held_out = split.validation_length + split.gap if split.validation_length else 0
+    return split.test_start - split.gap - held_out
+
+
 def split_temporal(store: Store, split: SplitConfig) -> Split:
     """Global temporal split (Yambda, arXiv 2505.22238): one clock for all users, half-open intervals.
 
@@ -51,22 +57,22 @@ def split_temporal(store: Store, split: SplitConfig) -> Split:
     history_time = split.test_start - split.gap
     test_end_time = split.test_start + split.test_length if split.test_length > 0 else last
     validation_time = history_time - split.validation_length
-    train_time = validation_time - split.gap if split.validation_length > 0 else history_time
+    train_time = train_end(split)
     times = (train_time, validation_time, history_time, split.test_start, test_end_time)
-    train_end, validation_start, history_end, test_start, test_end = _first_at_or_after(store, times)
+    trained_end, validation_start, history_end, test_start, test_end = _first_at_or_after(store, times)
     train_start = np.array(store.offsets[:-1])
-    trained = train_end > train_start
+    trained = trained_end > train_start
     if split.validation_length == 0:
         validation_start = history_end
     result = Split(
         train_start=train_start,
-        train_end=train_end,
-        validation_start=np.where(trained, validation_start, train_end),
-        validation_end=np.where(trained, history_end, train_end),
-        test_start=np.where(trained, test_start, train_end),
-        test_end=np.where(trained, test_end, train_end),
-        validation_history_end=train_end,
-        test_history_end=np.where(trained, history_end, train_end),
+        train_end=trained_end,
+        validation_start=np.where(trained, validation_start, trained_end),
+        validation_end=np.where(trained, history_end, trained_end),
+        test_start=np.where(trained, test_start, trained_end),
+        test_end=np.where(trained, test_end, trained_end),
+        validation_history_end=trained_end,
+        test_history_end=np.where(trained, history_end, trained_end),
         description=(
             f"global temporal, train t < {train_time}"
             + (f", validation [{validation_time}, {history_time})" if split.validation_length > 0 else "")
