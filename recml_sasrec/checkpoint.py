@@ -20,6 +20,8 @@ from recml_sasrec.step import Params, TrainState
 
 # Orbax reports each step of a save at INFO and each failure with its traceback at ERROR, beside raising it
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+# what its tasks raise beside the error that reaches the caller is printed with a traceback when they are collected
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 Info = dict[str, Any]
 _Saving = ocp.options.ArrayOptions.Saving
@@ -56,8 +58,10 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
                 cleanup_tmp_directories=not reading,
             )
-        except OSError as error:
-            raise CheckpointError(f"cannot use {self.directory} for checkpoints: {error}") from error
+        except Exception as error:  # it reads the metrics of all steps
+            if (step := self._without_metrics()) is not None:
+                raise self._unreadable(step, "its metrics are damaged") from error
+            raise CheckpointError(f"cannot use {self.directory} for checkpoints: {_reason(error)}") from error
         self._pending: Any = None
 
     def __enter__(self) -> "Checkpoints":
@@ -149,6 +153,15 @@ class Checkpoints:
             "free some space and run the same command again"
         )
 
+    def _without_metrics(self) -> str | None:
+        """The first step whose metrics are no JSON."""
+        for path in sorted(self.directory.glob("*/metrics/metrics")):
+            try:
+                json.loads(path.read_bytes())
+            except (OSError, ValueError):
+                return path.parts[-3]
+        return None
+
     def _last_complete(self, failed: int) -> int | None:
         """The newest step that is complete on disk; the checkpointer itself lists a step from its first byte on."""
         done = [int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and int(p.name) != failed]
@@ -187,7 +200,7 @@ class Checkpoints:
         except Exception as error:
             raise self._unreadable(step, _reason(error)) from error
 
-    def _unreadable(self, step: int, reason: str) -> CheckpointError:
+    def _unreadable(self, step: int | str, reason: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint of step {step} in {self.directory} cannot be read ({reason}); if an earlier one will do, "
             f"move {self.directory / str(step)} away and run the same command again"

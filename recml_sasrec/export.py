@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from recml_sasrec import command, files
 from recml_sasrec.config import Config, ConfigError
+from recml_sasrec.data import folders
 
 if TYPE_CHECKING:
     from jax import export as jax_export
@@ -48,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from recml_sasrec import model_hub, serving
 
         workdir = pathlib.Path(flags.workdir)
+        serving.restore(workdir)
         if flags.push:
             model_hub.check_name(flags.push, "--push")
         if serving.is_exported(workdir):
             if flags.output or not flags.push:
                 raise ConfigError(f"{workdir} is exported already; push it with --push user/name and without --output")
-            serving.read_about(workdir)
+            serving.read_exported(workdir)  # an incomplete one isn't worth a commit
             output = workdir
         elif not flags.output:
             raise ConfigError("--output is missing; name the folder to write")
@@ -80,17 +82,17 @@ def export_run(workdir: pathlib.Path, output: pathlib.Path, checkpoint: str = "b
     """
     from recml_sasrec import serving
 
+    output = pathlib.Path(os.path.realpath(output))  # a link keeps leading to it
+    serving.restore(output)
     _check_output(output, replace)
+    folders.remove_stale(str(output.parent), output.name)
     run = serving.restore_run(workdir, checkpoint, on_host=True)
-    temporary = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.tmp")
-    former = temporary.with_suffix(".old")
+    temporary = output.with_name(folders.temporary_name(output.name))
     with files.unfinished(str(temporary)):
         temporary.mkdir()
-        _write(temporary, workdir, output.absolute().name, run, checkpoint)
-        if output.exists():
-            output.rename(former)
-        temporary.rename(output)
-    shutil.rmtree(former, ignore_errors=True)
+        _write(temporary, workdir, output.name, run, checkpoint)
+        _check_output(output, replace)  # what was put there meanwhile is not to be lost
+        folders.put_in_place(str(temporary), str(output), lambda: False)
     size = sum(path.stat().st_size for path in output.iterdir())
     log.info(
         "exported step %d with %d items to %s (%.1f MB)", run.step, len(run.item_ids), output, size / 1e6
@@ -100,13 +102,18 @@ def export_run(workdir: pathlib.Path, output: pathlib.Path, checkpoint: str = "b
 def _check_output(output: pathlib.Path, replace: bool) -> None:
     from recml_sasrec import serving
 
-    if not output.absolute().parent.is_dir():
+    if not output.parent.is_dir():
         raise ConfigError(f"the folder of --output {output} does not exist; make it first")
-    if output.is_dir() and not any(output.iterdir()):
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if output.exists() and not (output.is_dir() and serving.is_exported(output)):
+    if not serving.is_from_export(output):
         raise ConfigError(f"--output {output} exists and is no exported model; name another folder")
-    if output.exists() and not replace:
+    others = sorted(path.name for path in output.iterdir() if path.name not in serving.FILES or path.is_dir())
+    if others:
+        raise ConfigError(
+            f"--output {output} holds {others[0]!r} too, which no export wrote; move it away or name another folder"
+        )
+    if not replace:
         raise ConfigError(f"--output {output} exists; name another folder, or replace it with --replace")
 
 
@@ -124,12 +131,14 @@ def _write(folder: pathlib.Path, workdir: pathlib.Path, title: str, run: "Restor
     _save_tensors(folder / serving.TENSORS, tensors)
     pq.write_table(pa.table({"id": run.item_ids}), folder / serving.ITEMS)
     about = about_of(run, checkpoint, encoder, tensors)
+    about["tensors_sha256"] = serving.file_sha256(folder / serving.TENSORS)
+    about["sha256"] = serving.about_sha256(about)
     (folder / serving.ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     history = run.item_ids.take(pa.array(np.arange(min(3, len(run.item_ids))))).to_pylist()
     evaluation = model_card.evaluation_of(workdir, run.step)
     card = model_card.card(title, run.config, about, history, evaluation)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    shutil.copyfile(pathlib.Path(__file__).with_name("serve_example.py"), folder / "example.py")
+    (folder / serving.CARD).write_text(card, encoding="utf-8")
+    shutil.copyfile(pathlib.Path(__file__).with_name("serve_example.py"), folder / serving.EXAMPLE)
 
 
 def tensors_of(run: "Restored") -> dict[str, Any]:

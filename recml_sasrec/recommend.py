@@ -202,7 +202,7 @@ def _parquet_writer(path: pathlib.Path, recommender: "Recommender") -> Iterator[
             user = pa.array(users, kind)
         except (pa.ArrowException, OverflowError):
             raise DataError(
-                f"the users are not all integers (int64) or all text, which a column of {path.suffix} must be; write "
+                "the users are not all integers (int64) or all text, which a column of .parquet must be; write "
                 "a .jsonl file"
             ) from None
         arrays = [pa.array([pair[i] for pair in pairs], columns[name]) for i, name in enumerate(("items", "scores"))]

@@ -314,6 +314,7 @@ def _entries(ids: Any, what: str) -> list:
 def _as_integer(value: Any) -> int:
     """A raw id of an integer vocabulary; that of no item for text that is no integer, or one over int64."""
     if isinstance(value, str):
+        _check_unicode(value)
         # "007" and "7" are two ids: a log that has the first one has ids of text
         value = int(value) if re.fullmatch("0|[1-9][0-9]{0,18}", value) else _NO_ID
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
@@ -327,11 +328,15 @@ def _as_text(value: Any) -> str:
         raise DataError(
             f"item id {value!r} is a {type(value).__name__} but the run's ids are text; give text, as {str(value)!r}"
         )
+    _check_unicode(value)
+    return value
+
+
+def _check_unicode(value: str) -> None:
     try:
         value.encode()
     except UnicodeError:
         raise DataError(f"item id {value!r} is not valid Unicode, as all ids of a run are; correct it") from None
-    return value
 
 
 def _checked_k(k: Any) -> int:

@@ -185,13 +185,13 @@ def read(workdir: pathlib.Path) -> tuple[Config, dict[str, str]]:
     if not path.is_file():
         raise ConfigError(f"{workdir} holds no run (no config.json); train one there or name another --workdir")
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
         if "encoder_sha256" in tree:
             raise ConfigError(f"{workdir} is an exported model, not a run; name the folder of the run")
         marks = {name: str(tree.pop(name)) for name in ("vocabulary", "events")}
     except ConfigError:
         raise
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ConfigError(f"{path} is damaged; restore it from a checkpoint's metadata or train again") from None
     return config_file.from_json(json.dumps(tree)), marks
 
@@ -206,7 +206,8 @@ def read_item_ids(workdir: pathlib.Path, marks: dict[str, str]) -> pa.Array:
     remedy = "copy it from the run's own folder, or start the run's training command again, which writes it"
     try:
         ids = read_ids(str(path))
-    except (OSError, KeyError, pa.ArrowException):
+        ids.validate(full=True)  # offsets of text may lead outside the file
+    except (OSError, KeyError, pa.ArrowException, MemoryError):
         raise ConfigError(f"{path}, the raw ids of the run's items, is missing or damaged; {remedy}") from None
     if fingerprint(ids) != marks["vocabulary"]:
         raise ConfigError(f"{path} holds other item ids than the run was trained on; {remedy}")
@@ -237,9 +238,12 @@ def read_trained_items(workdir: pathlib.Path, config: Config, num_items: int) ->
         )  # fmt: skip
         return None
     try:
-        trained = np.load(path)
+        with path.open("rb") as file:  # np.load would take an archive for arrays too
+            trained = np.lib.format.read_array(file, allow_pickle=False)
         if trained.shape == (num_items,) and trained.dtype == bool:
             return trained
-    except (ValueError, EOFError):  # it holds something else, a pickle included
+    except OSError:
+        raise
+    except Exception:  # NumPy raises whatever a broken header leads to
         pass
     raise ConfigError(f"{path}, which items the run was trained on, is damaged or another run's; {remedy}")

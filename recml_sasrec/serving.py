@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from recml_sasrec import config_file, model, run_folder
 from recml_sasrec.checkpoint import CheckpointError, Checkpoints
 from recml_sasrec.config import Config, ConfigError, MeshConfig
+from recml_sasrec.data import folders
 from recml_sasrec.data.batch import QueryBatch
 from recml_sasrec.data.vocabulary import fingerprint
 from recml_sasrec.sharding import Layout, make_layout
@@ -29,7 +31,8 @@ from recml_sasrec.step import Params, make_encoder, make_model
 FORMAT = 1  # of exported folders
 PLATFORMS = ("cpu", "cuda", "tpu")  # that the encoder is lowered for; the order is part of its calling convention
 ENCODER, TENSORS, ITEMS, ABOUT = "encoder.stablehlo", "model.safetensors", "items.parquet", "config.json"
-_KEYS = "items length width vocabulary checkpoint step calling_convention jax encoder_sha256 tensors config".split()
+CARD, EXAMPLE = "README.md", "example.py"
+FILES = (ENCODER, TENSORS, ITEMS, ABOUT, CARD, EXAMPLE)
 WEIGHTS = "encoder."  # what the names of the encoder's own arrays start with
 
 
@@ -70,6 +73,7 @@ def open_model(path: str | pathlib.Path, checkpoint: str = "best") -> Served:
     from recml_sasrec import model_hub
 
     path = model_hub.local_folder(path)
+    restore(path)
     if is_exported(path):
         return open_exported(path, checkpoint)
     run = restore_run(path, checkpoint)
@@ -129,8 +133,21 @@ def restore_run(workdir: pathlib.Path, checkpoint: str, on_host: bool = False) -
 
 
 def is_exported(path: pathlib.Path) -> bool:
-    """Whether a folder is an exported model, complete or not."""
+    """Whether a folder looks like an exported model, complete or not."""
     return any((path / name).exists() for name in (ENCODER, TENSORS, ITEMS))
+
+
+def is_from_export(folder: pathlib.Path) -> bool:
+    """Whether an export wrote a folder's ``config.json``: those of other models have the same name."""
+    try:
+        return "encoder_sha256" in dict(json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def restore(folder: pathlib.Path) -> None:
+    """Puts an exported model back that a kill, while another took its place, has left without its name."""
+    folders.restore(os.path.realpath(folder))
 
 
 def open_exported(folder: pathlib.Path, checkpoint: str = "best") -> Served:
@@ -140,18 +157,14 @@ def open_exported(folder: pathlib.Path, checkpoint: str = "best") -> Served:
         ConfigError: a part is missing, damaged, of another model or too new for the installed JAX.
         CheckpointError: another checkpoint than the one it holds is asked for.
     """
-    about = read_about(folder)
+    about, config, item_ids, tensors, exported = read_exported(folder)
     if checkpoint not in ("best", about["checkpoint"], str(about["step"])):
         raise CheckpointError(
             f"{folder} was exported from checkpoint {about['checkpoint']} (step {about['step']}) and holds no other; "
             f"leave --checkpoint out, or export {checkpoint} from the run"
         )
-    config = config_file.from_json(json.dumps(about["config"]))
-    item_ids = _read_items(folder, about)
     device = jax.local_devices()[:1]
     layout = make_layout(config, len(item_ids), device)
-    tensors = _read_tensors(folder, about)
-    exported = _read_encoder(folder, about, tensors)
     ranked = np.isfinite(tensors["item_bias"])
     arrays = {name: jax.device_put(tensors.pop(name), device[0]) for name in list(tensors)}
     table, bias = arrays.pop("item_vectors"), arrays.pop("item_bias")
@@ -164,6 +177,21 @@ def open_exported(folder: pathlib.Path, checkpoint: str = "best") -> Served:
     return Served(config, item_ids, layout, params, jax.jit(encode), table, bias, None if ranked.all() else ranked)
 
 
+def read_exported(
+    folder: pathlib.Path,
+) -> tuple[dict[str, Any], Config, pa.Array, dict[str, np.ndarray], export.Exported]:
+    """(what ``config.json`` says, the run's config, raw ids, arrays, encoder) of an exported folder, all checked.
+
+    Raises:
+        ConfigError: a part is missing, damaged, of another model or too new for the installed JAX.
+    """
+    about = read_about(folder)
+    config = config_file.from_json(json.dumps(about["config"]))
+    item_ids = _read_items(folder, about)
+    tensors = _read_tensors(folder, about)
+    return about, config, item_ids, tensors, _read_encoder(folder, about, tensors)
+
+
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """``config.json`` of an exported folder.
 
@@ -172,17 +200,30 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        version = int(about["format"])
-        if not set(_KEYS) <= about.keys():
-            raise KeyError
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{folder / ABOUT} of the exported model is missing or damaged; export it again") from None
+        version = about["format"]
+        if version <= FORMAT and about["sha256"] != about_sha256(about):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{folder / ABOUT} of the exported model is missing, damaged or edited; copy it anew or export again"
+        ) from None
     if version > FORMAT:
         raise ConfigError(
             f"{folder} has format {version} of exported models but this version reads up to {FORMAT}; upgrade "
             "recml_sasrec, or export the run again with this version"
         )
     return about
+
+
+def about_sha256(about: dict[str, Any]) -> str:
+    """The digest of all else that ``config.json`` says, so that each of its fields can be taken as it was written."""
+    rest = {name: value for name, value in about.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def signature(
@@ -217,23 +258,16 @@ def _read_items(folder: pathlib.Path, about: dict[str, Any]) -> pa.Array:
 def _read_tensors(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, np.ndarray]:
     path = folder / TENSORS
     try:
-        with safe_open(path, "numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
-    except (OSError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{path}, the model's arrays, is missing or damaged ({reason}); copy it anew or export again"
-        ) from None
-    for name in sorted({*tensors, *about["tensors"]}):
-        have = _shape_of(tensors[name]) if name in tensors else "not"
-        wanted = about["tensors"].get(name, "none of that name")
-        if have != wanted:
-            raise ConfigError(f"{path} has {name} {have}, but {ABOUT} says {wanted}; take both from one export")
-    return tensors
-
-
-def _shape_of(array: np.ndarray) -> str:
-    return f"{array.dtype} {list(array.shape)}"
+        # of two checkpoints of a run the arrays differ in nothing but their values
+        if file_sha256(path) == about["tensors_sha256"]:
+            with safe_open(path, "numpy") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+    except (OSError, SafetensorError):
+        pass
+    raise ConfigError(
+        f"{path}, the model's arrays, is missing, damaged or of another export; copy the whole folder anew or export "
+        "again"
+    )
 
 
 def _numbers(version: str) -> list[int]:
@@ -242,7 +276,7 @@ def _numbers(version: str) -> list[int]:
 
 def described(tensors: dict[str, np.ndarray]) -> dict[str, str]:
     """Dtypes and shapes by name, as ``config.json`` has them."""
-    return {name: _shape_of(array) for name, array in tensors.items()}
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in tensors.items()}
 
 
 def _read_encoder(folder: pathlib.Path, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> export.Exported:

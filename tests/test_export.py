@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from recml_sasrec import Recommender, evaluate, export
+from recml_sasrec import Recommender, evaluate, export, model_hub, serving
 from recml_sasrec.checkpoint import CheckpointError
 from recml_sasrec.config import ConfigError
 from recml_sasrec.data.events import DataError
@@ -113,8 +113,10 @@ def test_the_folder_holds_what_its_card_says(texts, tmp_path):
 
 
 def edit(folder, **values):
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(about | values))
+    about = json.loads((folder / "config.json").read_text()) | values
+    if "sha256" in about:
+        about["sha256"] = serving.about_sha256(about)
+    (folder / "config.json").write_text(json.dumps(about))
 
 
 def newer_stablehlo(folder):
@@ -133,10 +135,15 @@ def other_items(folder, count):
     pq.write_table(pa.table({"id": [f"other {n}" for n in range(count)]}), folder / "items.parquet")
 
 
-def other_tensors(folder, name, shape):
+def other_tensors(folder):
+    """As those of another step: the same names and shapes."""
     tensors = load_file(folder / "model.safetensors")
-    tensors.pop(name)
-    save_file(tensors | ({name: np.zeros(shape, np.float32)} if shape else {}), folder / "model.safetensors")
+    save_file(tensors | {"item_bias": tensors["item_bias"] + 1}, folder / "model.safetensors")
+
+
+def edited_by_hand(folder, **values):
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | values))
 
 
 def truncate(folder, name):
@@ -146,20 +153,23 @@ def truncate(folder, name):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda f: truncate(f, "model.safetensors"), "model.safetensors, the model's arrays, is missing or damaged"),
+        (lambda f: truncate(f, "model.safetensors"), "model.safetensors, the model's arrays, is missing, damaged"),
         (lambda f: truncate(f, "encoder.stablehlo"), "encoder.stablehlo, the model's encoder, is missing or damaged"),
         (lambda f: truncate(f, "items.parquet"), "items.parquet, the raw ids of the model's items, is missing or dam"),
-        (lambda f: truncate(f, "config.json"), "config.json of the exported model is missing or damaged"),
+        (lambda f: truncate(f, "config.json"), "config.json of the exported model is missing, damaged"),
         (lambda f: (f / "encoder.stablehlo").unlink(), "the model's encoder, is missing or damaged"),
-        (lambda f: (f / "model.safetensors").unlink(), "the model's arrays, is missing or damaged"),
+        (lambda f: (f / "model.safetensors").unlink(), "the model's arrays, is missing, damaged"),
         (
             lambda f: (f / "model.safetensors").write_bytes(pickle.dumps({})),
-            "the model's arrays, is missing or damaged",
+            "the model's arrays, is missing, damaged",
         ),
         (lambda f: other_items(f, 38), "has 38 items but the model 39"),
         (lambda f: other_items(f, 39), "holds other item ids than the model was trained on"),
-        (lambda f: other_tensors(f, "item_vectors", (38, 8)), r"item_vectors float32 \[38, 8\], but config.json says"),
-        (lambda f: other_tensors(f, "encoder.norm.scale", None), "has encoder.norm.scale not, but config.json says"),
+        (other_tensors, "the model's arrays, is missing, damaged or of another export"),
+        (lambda f: edited_by_hand(f, tensors=[1]), "config.json of the exported model is missing, damaged or edited"),
+        (lambda f: edited_by_hand(f, length=5), "config.json of the exported model is missing, damaged or edited"),
+        (lambda f: edited_by_hand(f, format="1"), "config.json of the exported model is missing, damaged or edited"),
+        (lambda f: (f / "config.json").write_text("[" * 9999), "config.json of the exported model is missing, damag"),
         (lambda f: edit(f, format=2), "has format 2 of exported models but this version reads up to 1; upgrade"),
         (lambda f: edit(f, calling_convention=99, jax="99.0"), "install jax 99.0 or later, or export the run with"),
         (lambda f: edit(f, calling_convention=1, jax="0.4"), "no longer reads; export again"),
@@ -236,6 +246,65 @@ def test_a_wrong_request_gets_one_sentence_and_leaves_no_folder(texts, tmp_path,
     assert export.main(["--workdir", str(workdir), "--output", str(tmp_path / "model"), "--replace"]) == 0
     assert (tmp_path / "model/README.md").read_text().startswith("---")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_replace_takes_nothing_away_that_no_export_wrote(texts, tmp_path, capsys):
+    workdir, model = texts
+    (tmp_path / "other").mkdir()
+    for name, text in {"config.json": "{}", "model.safetensors": "weights", "items.parquet": "x"}.items():
+        (tmp_path / "other" / name).write_text(text)
+    shutil.copytree(model, tmp_path / "mine")
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name, sentence in (
+        ("other", "is no exported model"),
+        ("mine", "holds 'thesis.txt' too, which no export wrote"),
+    ):
+        assert export.main(["--workdir", str(workdir), "--output", str(tmp_path / name), "--replace"]) == 2
+        assert sentence in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_link_keeps_leading_to_the_export(texts, tmp_path):
+    shutil.copytree(texts[1], tmp_path / "model")
+    (tmp_path / "model/README.md").write_text("old")
+    (tmp_path / "link").symlink_to("model")
+    (tmp_path / "dangling").symlink_to("new")
+    assert export.main(["--workdir", str(texts[0]), "--output", str(tmp_path / "link"), "--replace"]) == 0
+    assert export.main(["--workdir", str(texts[0]), "--output", str(tmp_path / "dangling")]) == 0
+    for link, folder in (("link", "model"), ("dangling", "new")):
+        assert (tmp_path / link).readlink() == pathlib.Path(folder)
+        assert (tmp_path / folder / "README.md").read_text().startswith("---")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "model", "new"]
+
+
+def test_a_kill_while_an_export_is_replaced_loses_neither(texts, tmp_path, monkeypatch):
+    """The second rename is that after the former export has given its name up."""
+    model = tmp_path / "model"
+    shutil.copytree(texts[1], model)
+
+    def killed(source, target):
+        if not model.exists():
+            raise KeyboardInterrupt
+        return rename(source, target)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export.export_run(texts[0], model, replace=True)
+    monkeypatch.undo()
+    assert not model.exists()
+    assert Recommender.load(model).item_ids.equals(Recommender.load(texts[1]).item_ids)
+    export.export_run(texts[0], model, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_incomplete_export_is_not_pushed(texts, tmp_path, capsys, monkeypatch):
+    shutil.copytree(texts[1], tmp_path / "model")
+    truncate(tmp_path / "model", "model.safetensors")
+    monkeypatch.setattr(model_hub, "push", lambda *_: pytest.fail("it went to the network"))
+    assert export.main(["--workdir", str(tmp_path / "model"), "--push", "me/shop"]) == 2
+    assert "the model's arrays, is missing, damaged" in capsys.readouterr().err
 
 
 def test_no_file_is_unpickled_on_the_way_from_training_to_an_exported_model(tmp_path):

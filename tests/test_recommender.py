@@ -183,6 +183,7 @@ def test_unknown_ids_are_skipped_and_counted_and_ids_may_be_of_numpy_or_digits(i
         ([[1.5]], {}, "1.5 is a float but the run's ids are integers"),
         ([[True]], {}, "True is a bool"),
         ([[None]], {}, "None is a NoneType"),
+        ([["\ud800"]], {}, "is not valid Unicode"),
         ([[1]], {"k": 0}, "k is 0 but must be a whole number of at least 1"),
         ([[1]], {"k": 2.5}, "k is 2.5"),
         ([[1], [2]], {"allow": [[1]]}, "allow has 1 lists for 2 histories"),

@@ -17,6 +17,10 @@ from recml_sasrec.data.windows import ranges
 
 log = logging.getLogger("recml_sasrec")
 CHUNK = 1024  # histories in memory at a time
+_LISTS = (
+    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list,
+    pa.types.is_list_view, pa.types.is_large_list_view,
+)  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -95,10 +99,10 @@ def _parquet_chunks(path: pathlib.Path) -> Iterator[Chunk]:
     file = open_parquet(name)
     names = file.schema_arrow.names
     columns = [find_column(name, names, column) for column in ("user", "history")]
-    columns += [column for column in ("allow", "block") if column in names]
+    columns += [find_column(name, names, column) for column in ("allow", "block") if column in names]
     for column in columns[1:]:
         kind = file.schema_arrow.field(column).type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        if not any(is_one(kind) for is_one in _LISTS):
             what = "histories" if column == columns[1] else f"{column} lists"
             raise DataError(f"column {column!r} of {name!r} holds {kind} values but {what} must be lists of item ids")
     row = 0
