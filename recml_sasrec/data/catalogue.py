@@ -5,7 +5,6 @@ is streamed; the vectors become one mapped array in the store's folder, in the o
 """
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -17,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recml_sasrec.config import DataConfig
-from recml_sasrec.data.arrays import check_space, create_array, write_ids
+from recml_sasrec.data.arrays import check_space, create_array, read_meta, write_ids, write_meta
 from recml_sasrec.data.events import DataError, as_ids, check_file, integer_columns, open_table
 from recml_sasrec.data.folders import remove_stale, temporary_name
-from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint, write_meta
+from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
 from recml_sasrec.files import unfinished
@@ -84,10 +83,8 @@ def store_with(store: Store, raw_ids: pa.Array, directory: str) -> Store:
             part = slice(start, start + _BLOCK)
             array[part] = new_of_old[store.items[part]]
         array.flush()
-        with open(os.path.join(store.directory, "meta.json")) as file:
-            meta = json.load(file)
         changed = {"fingerprint": fingerprint, "num_items": len(item_ids), "vocabulary": vocabulary}
-        write_meta(work, meta | changed)
+        write_meta(work, read_meta(store.directory) | changed)
 
     return build_in_place(build, directory, fingerprint, store.directory)
 
