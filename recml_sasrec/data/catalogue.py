@@ -111,7 +111,8 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
     columns = {"item": data.item_column, "content": data.content_column}
     name = f"content-{fingerprint_of(path=os.path.abspath(_path(data)), **columns)[:16]}"
     path = os.path.join(store.directory, f"{name}-{source_fingerprint(_path(data), **columns)[:16]}.npy")
-    if not os.path.exists(path):
+    array = _opened(path, store)
+    if array is None:
         try:
             remove_stale(store.directory, name)
             temporary = os.path.join(store.directory, temporary_name(name))
@@ -127,7 +128,18 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
                 f"the content vectors of {data.items_path!r} can't be written to the store {store.directory!r} "
                 f"({error.strerror or error}); free disk space or make it writable"
             ) from error
-    return np.load(path, mmap_mode="r").view(np.ndarray)
+        array = _opened(path, store)
+        assert array is not None
+    return array
+
+
+def _opened(path: str, store: Store) -> np.ndarray | None:
+    """The vectors in a file; None where it is not there or damaged."""
+    try:
+        array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    except (OSError, ValueError):
+        return None
+    return array if array.ndim == 2 and len(array) == store.num_items and array.dtype == np.float32 else None
 
 
 def _write_content(store: Store, data: DataConfig, path: str) -> None:

@@ -101,8 +101,6 @@ def _import(path: str, digest: str, output: str, asked: Asked, append: bool, rep
             f"--output {output!r} holds another store, of {os.path.basename(read_meta(output)['source'])!r}; use "
             "another folder, --replace to write over it, or --append to add to it"
         )
-    source = look(path, asked, usual)
-    read, integers = _reader(source, old if append else None, output)
     report = []
 
     def finish(work: str) -> None:
@@ -117,7 +115,14 @@ def _import(path: str, digest: str, output: str, asked: Asked, append: bool, rep
         with open(os.path.join(work, FILE), "w") as file:
             json.dump({"inputs": [*inputs, entry], "report": report[0]}, file, indent=1)
 
-    make_store(read, output, fingerprint, path, place="--output", finish=finish, replace=old is not None or replace)
+    try:
+        source = look(path, asked, usual)
+        read, integers = _reader(source, old if append else None, output)
+        make_store(read, output, fingerprint, path, place="--output", finish=finish, replace=old is not None or replace)
+    except DataError as error:  # half of a row, no row at all, ...: that is not what to correct
+        if _digest(path) != digest:
+            raise changed(path) from error
+        raise
     return report[0]
 
 
