@@ -6,7 +6,6 @@ is streamed; the vectors become one mapped array in the store's folder, in the o
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -18,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recml_sasrec.config import DataConfig
-from recml_sasrec.data.arrays import check_space, create_array, write_ids
+from recml_sasrec.data.arrays import check_space, create_array, read_meta, write_ids, write_meta
 from recml_sasrec.data.events import DataError, as_ids, check_file, integer_columns, open_table
 from recml_sasrec.data.folders import remove_stale, temporary_name
-from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint, write_meta
+from recml_sasrec.data.store import Store, build_in_place, fingerprint_of, source_fingerprint
 from recml_sasrec.data.times import is_text
 from recml_sasrec.data.vocabulary import Collector, Encoder
 from recml_sasrec.data.vocabulary import fingerprint as vocabulary_fingerprint
@@ -86,10 +85,8 @@ def store_with(store: Store, raw_ids: pa.Array, directory: str) -> Store:
             part = slice(start, start + _BLOCK)
             array[part] = new_of_old[store.items[part]]
         array.flush()
-        with open(os.path.join(store.directory, "meta.json")) as file:
-            meta = json.load(file)
         changed = {"fingerprint": fingerprint, "num_items": len(item_ids), "vocabulary": vocabulary}
-        write_meta(work, meta | changed)
+        write_meta(work, read_meta(store.directory) | changed)
 
     return build_in_place(build, directory, fingerprint, store.directory)
 
@@ -116,7 +113,8 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
     columns = {"item": data.item_column, "content": data.content_column}
     name = f"content-{fingerprint_of(path=os.path.abspath(_path(data)), **columns)[:16]}"
     path = os.path.join(store.directory, f"{name}-{source_fingerprint(_path(data), **columns)[:16]}.npy")
-    if not os.path.exists(path):
+    array = _opened(path, store)
+    if array is None:
         try:
             remove_stale(store.directory, name)
             temporary = os.path.join(store.directory, temporary_name(name))
@@ -132,7 +130,18 @@ def content_of(store: Store, data: DataConfig) -> np.ndarray | None:
                 f"the content vectors of {data.items_path!r} can't be written to the store {store.directory!r} "
                 f"({error.strerror or error}); free disk space or make it writable"
             ) from error
-    return np.load(path, mmap_mode="r").view(np.ndarray)
+        array = _opened(path, store)
+        assert array is not None
+    return array
+
+
+def _opened(path: str, store: Store) -> np.ndarray | None:
+    """The vectors in a file; None where it is not there or damaged."""
+    try:
+        array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    except (OSError, ValueError):
+        return None
+    return array if array.ndim == 2 and len(array) == store.num_items and array.dtype == np.float32 else None
 
 
 def _write_content(store: Store, data: DataConfig, path: str) -> None:

@@ -1,12 +1,11 @@
 """Which columns of a log are the user, the item and the time, or that it has none but lines: told by its content."""
 
-import csv
 import gzip
 import itertools
 from typing import NamedTuple
 
 from recml_sasrec.data.errors import DataError
-from recml_sasrec.data.events import broken_text, find_column, is_parquet, open_parquet, read_header
+from recml_sasrec.data.events import broken_text, find_column, is_parquet, open_parquet, read_header, split_line
 
 # as they are written without case, separators and a :type suffix
 USER = (
@@ -93,7 +92,7 @@ def _is_lines(path: str) -> bool:
     first = lines[0] if lines else ""
     if not first.strip():
         return False  # read_header has the sentence
-    if any(len(next(csv.reader([first], delimiter=mark))) > 1 for mark in ",;|"):
+    if any(len(split_line(first, mark, path)) > 1 for mark in ",;|"):
         return False
     words = [_plain(word) for word in first.split()]
     if "\t" in first:

@@ -4,6 +4,7 @@ Ids are integers (int64, not negative) or strings; timestamps are int64 ticks of
 wrong is a ``DataError`` of one sentence, raised while the stream is consumed.
 """
 
+import contextlib
 import csv
 import difflib
 import functools
@@ -24,8 +25,8 @@ from recml_sasrec.data.times import TICKS, as_ticks, is_text
 INT64_MAX = 2**63 - 1
 _BATCH_ROWS = 1 << 19
 _BLOCK_BYTES = 16 << 20
-# Canonical integers only: "007" and "7" are two ids, so a column with leading zeros stays a column of strings.
-_INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
+# Canonical integers only: "007" and "7" are two ids, as are "-0" and "0": a column that has one is a column of strings.
+_INTEGER = r"^(0|-?[1-9][0-9]{0,18})$"
 
 
 class EventBatch(NamedTuple):
@@ -122,6 +123,7 @@ def has_values(batch: pa.RecordBatch) -> pa.Array:
         if column.null_count or pa.types.is_floating(column.type):
             keep &= column.is_valid().to_numpy(zero_copy_only=False)
         if pa.types.is_floating(column.type):
+            column = column.cast(pa.float64())  # Arrow knows no NaN of 16 bits
             keep &= ~pc.fill_null(pc.is_nan(column), True).to_numpy(zero_copy_only=False)
     return pa.array(keep)
 
@@ -203,7 +205,10 @@ def as_ids(column: pa.Array, name: str, path: str, first_row: int, integers: boo
     if is_text(kind):
         if integers is not None:
             column = pc.utf8_trim_whitespace(column)
-        column = column.cast(pa.int64() if integers else pa.large_string())
+        try:
+            column = column.cast(pa.int64() if integers else pa.large_string())
+        except pa.ArrowInvalid as error:  # all were integers a pass before
+            raise changed(path) from error
     elif not pa.types.is_integer(kind):
         raise DataError(
             f"column {name!r} of {path!r} holds {kind} values but ids must be integers or strings; convert it"
@@ -233,6 +238,11 @@ def no_nulls(column: pa.Array, name: str, path: str, first_row: int) -> None:
         )
 
 
+def changed(path: str) -> DataError:
+    """What to say of a file that is another one than it was a pass before."""
+    return DataError(f"{path!r} changed while it was read; wait until it is complete and start again")
+
+
 def is_parquet(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(4) == b"PAR1" or path.endswith((".parquet", ".pq"))
@@ -260,13 +270,29 @@ def read_header(path: str, wanted: Sequence[str]) -> tuple[str, list[str]]:
         raise DataError(f"{path!r} has an empty first line; it must name the columns")
     best = ("", [""])
     for delimiter in ("\t", ",", ";", "|"):
-        names = next(csv.reader([line], delimiter=delimiter))
+        names = split_line(line, delimiter, path)
         plain = {name.split(":")[0].strip() for name in names} | set(names)
         if wanted and plain.issuperset(wanted):
             return delimiter, names
         if len(names) > len(best[1]) or not best[0]:
             best = (delimiter, names)
     return best
+
+
+def split_line(line: str, delimiter: str, path: str) -> list[str]:
+    """The values of a line of delimited text."""
+    try:
+        with contextlib.suppress(StopIteration):
+            next(csv.reader([line], delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        if "unexpected end" in str(error):  # a quote is open at the line's end
+            raise DataError(
+                f"the first line of {path!r} ends inside a quoted name ({line[-30:]!r}); write each name on one line"
+            ) from error
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [""])
+    except csv.Error as error:
+        raise broken_text(path, error) from error
 
 
 def _csv_batches(path: str, delimiter: str, names: list[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -288,13 +314,21 @@ def _csv_batches(path: str, delimiter: str, names: list[str], columns: list[str]
                 ),
             )
             for batch in reader:
-                yield pa.RecordBatch.from_arrays([batch.column(name) for name in columns], columns)
+                yield pa.RecordBatch.from_arrays([_no_blanks(batch.column(name)) for name in columns], columns)
     except pa.ArrowInvalid as error:
         if "Empty CSV" in str(error):  # a header and nothing else: the store says that there are no events
             return
         raise broken_text(path, error) from error
     except (pa.ArrowException, OSError) as error:
         raise broken_text(path, error) from error
+
+
+def _no_blanks(column: pa.Array) -> pa.Array:
+    """Text of nothing but blanks is no value, as it is with none."""
+    blank = pc.utf8_is_space(column)
+    if not pc.any(blank, min_count=0).as_py():
+        return column
+    return pc.if_else(pc.fill_null(blank, False), pa.scalar(None, column.type), column)
 
 
 def integer_columns(path: str, columns: Sequence[str]) -> tuple[bool, ...]:

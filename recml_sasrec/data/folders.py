@@ -40,12 +40,16 @@ def _runs(process: int) -> bool:
     return True
 
 
-def put_in_place(work: str, directory: str, is_there: Callable[[], bool]) -> None:
+def put_in_place(work: str, directory: str, is_there: Callable[[], bool], replace: bool = True) -> None:
     """Gives the folder ``work`` the name ``directory``, in place of a folder of that name; at any time, even after a
     kill, one of them or ``restore`` gives a complete one.
 
     Args:
         is_there: whether another process has put the same content there.
+        replace: what else is there may be replaced.
+
+    Raises:
+        DataError: something else is there and may not.
     """
     replaced = _replaced(directory)
     for _ in range(10):  # another process may do the same at the same time
@@ -57,18 +61,29 @@ def put_in_place(work: str, directory: str, is_there: Callable[[], bool]) -> Non
                 raise
         finally:
             if os.path.exists(replaced) and os.path.exists(directory):
-                shutil.rmtree(replaced, ignore_errors=True)
+                _remove(replaced)
         with contextlib.suppress(DataError):
             if is_there():
                 return
+        if not replace:
+            raise DataError(f"another process has just written {directory!r}; choose another folder, or start again")
         with contextlib.suppress(OSError):
             os.rename(directory, replaced)
     raise DataError(f"folder {directory!r} is being replaced by other processes; start again")
 
 
+def _remove(folder: str) -> None:
+    """Removes a folder, under a name by which ``restore`` can't put back what a kill leaves of it."""
+    parent, name = os.path.split(folder)
+    rest = os.path.join(parent, temporary_name(name.removeprefix(".").removesuffix(".replaced")))
+    with contextlib.suppress(OSError):  # another process removes it
+        os.rename(folder, rest)
+        shutil.rmtree(rest, ignore_errors=True)
+
+
 def _replaced(directory: str) -> str:
     """Where a folder waits while its successor takes its name: a kill between the two renames must not lose it."""
-    parent, name = os.path.split(os.path.abspath(directory))
+    parent, name = os.path.split(os.path.realpath(directory))
     return os.path.join(parent, f".{name}.replaced")
 
 
@@ -76,4 +91,4 @@ def restore(directory: str) -> None:
     """Puts a folder back that a kill has left without its name."""
     if not os.path.exists(directory):
         with contextlib.suppress(OSError):
-            os.rename(_replaced(directory), directory)
+            os.rename(_replaced(directory), os.path.realpath(directory))

@@ -1,9 +1,12 @@
 """A user's own log into a store: looked at, checked, written with what it suggests; and more events added to it."""
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,16 +14,20 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recml_sasrec.config import ConfigError
 from recml_sasrec.data import scan, suggest
+from recml_sasrec.data.arrays import read_meta
 from recml_sasrec.data.columns import LINES, Layout, recognise
 from recml_sasrec.data.describe import describe
 from recml_sasrec.data.errors import DataError
-from recml_sasrec.data.events import EventBatch, check_file
+from recml_sasrec.data.events import EventBatch, changed, check_file
 from recml_sasrec.data.folders import restore
-from recml_sasrec.data.store import Store, fingerprint_of, make_store, open_store, read_meta, read_store
-from recml_sasrec.data.times import INT64_MAX
+from recml_sasrec.data.store import FRACTIONS, Store, fingerprint_of, make_store, open_store, read_store
+from recml_sasrec.data.times import INT64_MAX, TICKS, YEAR_1980
 
 FILE = "import.json"
+_ARRAYS = ("items.npy", "timestamps.npy", "offsets.npy", "user_ids.arrow", "item_ids.arrow")
+_FILES = (*_ARRAYS, FRACTIONS, "meta.json", suggest.FILE, FILE)
 
 
 class Asked(NamedTuple):
@@ -60,10 +67,16 @@ def import_log(path: str, output: str, asked: Asked = NOTHING, append: bool = Fa
         DataError: whatever is wrong with the file, or a store that is there and is another one.
     """
     check_file(path, "--input")
-    restore(os.path.abspath(output))
+    restore(output)
     digest = _digest(path)
+    with _held(output):
+        return _import(path, digest, output, asked, append, replace)
+
+
+def _import(path: str, digest: str, output: str, asked: Asked, append: bool, replace: bool) -> str:
     old = _existing(output, append, replace)
     inputs: list[dict[str, Any]] = []
+    usual = ""
     if append:
         assert old is not None
         inputs = _read_inputs(output)["inputs"]
@@ -73,23 +86,28 @@ def import_log(path: str, output: str, asked: Asked = NOTHING, append: bool = Fa
                 f"{output!r} already holds the events of {path!r} (added as {again[0]['name']!r}); leave out --append"
             )
         first = Asked(**inputs[0]["asked"])
+        first, usual = first._replace(time_unit=""), first.time_unit
         asked = asked._replace(**{name: value for name, value in first._asdict().items() if not getattr(asked, name)})
     before = old.fingerprint if old is not None and append else ""
     fingerprint = fingerprint_of(digest=digest, asked=asked._asdict(), before=before)
-    if old is not None and old.fingerprint == fingerprint:
-        return _read_inputs(output)["report"]
-    if old is not None and not append and not replace:
+    same = old is not None and old.fingerprint == fingerprint
+    if same:
+        with contextlib.suppress(DataError, ConfigError):  # a file beside the store is gone: it is written again
+            suggest.read(output)
+            return _read_inputs(output)["report"]
+        _check_ours(output)
+    elif old is not None and not append and not replace:
         raise DataError(
             f"--output {output!r} holds another store, of {os.path.basename(read_meta(output)['source'])!r}; use "
             "another folder, --replace to write over it, or --append to add to it"
         )
-    source = look(path, asked)
-    read, integers = _reader(source, old if append else None, output)
     report = []
 
     def finish(work: str) -> None:
         if append and open_store(output).fingerprint != before:
             raise DataError(f"{output!r} was changed by another process; start again")
+        if _digest(path) != digest:
+            raise changed(path)
         store = open_store(work)
         fields = suggest.write(work, suggest.facts_of(store))
         report.append(_report(source, integers, store, old if append else None, fields, output))
@@ -97,18 +115,28 @@ def import_log(path: str, output: str, asked: Asked = NOTHING, append: bool = Fa
         with open(os.path.join(work, FILE), "w") as file:
             json.dump({"inputs": [*inputs, entry], "report": report[0]}, file, indent=1)
 
-    make_store(read, output, fingerprint, path, place="--output", finish=finish)
+    try:
+        source = look(path, asked, usual)
+        read, integers = _reader(source, old if append else None, output)
+        make_store(read, output, fingerprint, path, place="--output", finish=finish, replace=old is not None or replace)
+    except DataError as error:  # half of a row, no row at all, ...: that is not what to correct
+        if _digest(path) != digest:
+            raise changed(path) from error
+        raise
     return report[0]
 
 
-def look(path: str, asked: Asked) -> Source:
+def look(path: str, asked: Asked, usual: str = "") -> Source:
     """Recognises a file's columns and the unit of its times by a pass over it.
+
+    Args:
+        usual: the unit that was named for the files before it.
 
     Raises:
         DataError: whatever is wrong with it, or ambiguous.
     """
     layout = recognise(path, asked.user, asked.item, asked.time)
-    found = scan.scan(path, layout, asked.time_unit)
+    found = scan.scan(path, layout, asked.time_unit, usual)
     if not found.rows:
         raise DataError(f"{path!r} has no events; give a file with at least one row")
     if found.complete < found.rows and not asked.drop_nulls:
@@ -133,8 +161,10 @@ def _existing(output: str, append: bool, replace: bool) -> Store | None:
         if append:
             raise DataError(f"--append needs a store at --output {output!r}, and there is none; leave it out")
         return None
-    if not os.path.exists(os.path.join(output, "meta.json")):
+    if not _is_store(output):
         raise DataError(f"--output {output!r} is there and holds no store; choose another folder")
+    if append or replace:
+        _check_ours(output)
     try:
         return open_store(output)
     except DataError:
@@ -143,11 +173,55 @@ def _existing(output: str, append: bool, replace: bool) -> Store | None:
         raise
 
 
+def _is_store(output: str) -> bool:
+    """Whether a folder is a store, though perhaps a damaged one."""
+    try:
+        entries = os.listdir(output)
+        with open(os.path.join(output, "meta.json"), "rb") as file:
+            meta = json.load(file)
+    except OSError:
+        return False
+    except ValueError:
+        meta = None
+    theirs = isinstance(meta, dict) and "version" not in meta  # a well-formed file of some other program
+    return not theirs and any(entry in entries for entry in _ARRAYS)
+
+
+def _check_ours(output: str) -> None:
+    """Refuses to put another folder in place of one that holds what is not the store's: it would be gone."""
+    for entry in sorted(os.listdir(output)):
+        if entry not in _FILES and not re.fullmatch(r"content-.*\.npy|\.content-.*\.tmp-.*", entry):
+            raise DataError(
+                f"--output {output!r} also holds {entry!r}, which is not the store's and would be removed; move it "
+                "out of the folder"
+            )
+
+
+@contextlib.contextmanager
+def _held(output: str) -> Iterator[None]:
+    """Holds the store that is there, if one is, against others that would add to it or replace it."""
+    path = os.path.join(output, "meta.json")
+    if not os.path.isfile(path) or not os.access(path, os.W_OK):
+        yield  # nothing to lose, or nothing that could be written
+        return
+    with open(path, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process writes to the store {output!r}; wait until it is done") from None
+        if not os.path.exists(path) or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise DataError(f"{output!r} was changed by another process; start again")
+        yield
+
+
 def _read_inputs(output: str) -> dict[str, Any]:
     try:
         with open(os.path.join(output, FILE)) as file:
             tree = json.load(file)
-        if tree["inputs"] and "report" in tree:
+        texts = [tree["report"], *(entry[name] for entry in tree["inputs"] for name in ("name", "digest"))]
+        asked = [Asked(**entry["asked"]) for entry in tree["inputs"]]
+        whole = all(type(a) is type(b) for one in asked for a, b in zip(one, NOTHING, strict=True))
+        if asked and whole and all(isinstance(text, str) for text in texts):
             return tree
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -155,8 +229,11 @@ def _read_inputs(output: str) -> dict[str, Any]:
 
 
 def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path!r} can't be read ({error.strerror}); check --input") from error
 
 
 def _reader(source: Source, old: Store | None, output: str) -> tuple[Callable[[], Iterator[EventBatch]], list[bool]]:
@@ -211,6 +288,13 @@ def _check_fits(source: Source, old: Store, texts: list[bool], output: str) -> N
                 f"the {name} ids of {output!r} are {kinds[text]} but those of {source.path!r} {kinds[ids.text]}; "
                 "convert the file's"
             )
+    high = source.found.high if source.found.datetime is not None else source.found.high // TICKS[source.unit or "s"]
+    if old.has_time and len(source.layout.columns) > 2 and (high < YEAR_1980) != (old.last_time < YEAR_1980):
+        dates, numbers = (output, source.path) if high < YEAR_1980 else (source.path, output)
+        raise DataError(
+            f"the times of {dates!r} are dates but those of {numbers!r} are none, up to second "
+            f"{int(min(high, old.last_time)):,}; convert them so that all count from the same moment"
+        )
     if old.has_time != (len(source.layout.columns) > 2):
         with_times, without = (output, source.path) if old.has_time else (source.path, output)
         raise DataError(f"{with_times!r} has times but {without!r} has none; import both with them or with --time none")

@@ -12,7 +12,7 @@ import pyarrow as pa
 from recml_sasrec.config import Config
 from recml_sasrec.data import catalogue, hub, queries, synthetic, yambda
 from recml_sasrec.data.batch import Batch, QueryBatch
-from recml_sasrec.data.events import DataError, check_file, read_lines, read_table
+from recml_sasrec.data.events import DataError, EventBatch, changed, check_file, read_lines, read_table
 from recml_sasrec.data.folders import restore
 from recml_sasrec.data.packing import Pattern, Placement, make_pattern, place
 from recml_sasrec.data.split import Split, make_split
@@ -71,7 +71,13 @@ def open_store_of(config: Config) -> Store:
         key, fingerprint = fingerprint_of(path=os.path.abspath(path), **options), source_fingerprint(path, **options)
     name = os.path.basename(path).split(".")[0]
     directory = os.path.join(cache_folder(config), "stores", f"{name}-{key[:16]}")
-    return build_store(read, directory, fingerprint, source=path)
+
+    def read_whole() -> Iterator[EventBatch]:
+        yield from read()
+        if fingerprint not in (key, source_fingerprint(path, **options)):
+            raise changed(path)
+
+    return build_store(read_whole, directory, fingerprint, source=path)
 
 
 def open_data(config: Config, kept_ids: pa.Array | None = None) -> "Data":

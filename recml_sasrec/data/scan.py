@@ -53,11 +53,12 @@ class Scan:
     unit: str = ""  # of numbers: a key of TICKS; "": they can be no dates
 
 
-def scan(path: str, layout: Layout, unit: str = "") -> Scan:
+def scan(path: str, layout: Layout, unit: str = "", usual: str = "") -> Scan:
     """Reads a whole log once; memory is that of a block.
 
     Args:
         unit: of times that are numbers; empty: recognised.
+        usual: see ``recognise_unit``.
 
     Raises:
         DataError: whatever is wrong with the file or its times.
@@ -67,7 +68,7 @@ def scan(path: str, layout: Layout, unit: str = "") -> Scan:
     for _ in watched(_scanned(path, layout, result, table), "looking at the file"):
         pass
     if result.number is not None:
-        result.unit = unit or recognise_unit(result.low, result.high, layout.columns[2], path)
+        result.unit = unit or recognise_unit(result.low, result.high, layout.columns[2], path, usual)
     return result
 
 

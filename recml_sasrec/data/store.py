@@ -11,13 +11,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from recml_sasrec.data.arrays import PLACE, check_space, create_array, read_ids, write_ids
-from recml_sasrec.data.events import DataError, EventBatch
+from recml_sasrec.data.arrays import (
+    PLACE,
+    VERSION,
+    check_space,
+    create_array,
+    open_array,
+    open_arrays,
+    read_meta,
+    write_ids,
+    write_meta,
+)
+from recml_sasrec.data.events import DataError, EventBatch, changed
 from recml_sasrec.data.folders import put_in_place, remove_stale, restore, temporary_name
 from recml_sasrec.data.progress import watched
 from recml_sasrec.data.times import TICKS
@@ -27,7 +37,6 @@ from recml_sasrec.files import unfinished
 
 log = logging.getLogger("recml_sasrec")
 
-VERSION = 2
 FRACTIONS = "fractions.npy"  # int32 [E] nanoseconds, of imported logs alone
 _SORT_EVENTS = 1 << 20  # events sorted at once
 _READ_EVENTS = 1 << 19  # of a batch read back
@@ -82,20 +91,15 @@ def open_store(directory: str) -> Store:
             raise DataError(
                 f"store {directory!r} has version {meta['version']} but this program reads {VERSION}; delete it"
             )
-        arrays = {
-            name: np.load(os.path.join(directory, f"{name}.npy"), mmap_mode="r").view(np.ndarray)
-            for name in ("items", "timestamps", "offsets")
-        }
-        ids = {name: read_ids(os.path.join(directory, f"{name}.arrow")) for name in ("user_ids", "item_ids")}
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise DataError(f"{directory!r} holds no complete store; delete it and prepare the data again") from error
+        arrays = open_arrays(directory, meta)
     except DataError:
         raise
-    except ValueError as error:
-        raise DataError(f"store {directory!r} is damaged; delete it and prepare the data again") from error
+    except (OSError, KeyError) as error:
+        raise DataError(f"{directory!r} holds no complete store; delete it and prepare the data again") from error
+    except (ValueError, EOFError, pa.ArrowException) as error:
+        raise _damaged(directory) from error
     return Store(
         **arrays,
-        **ids,
         num_users=meta["num_users"],
         num_items=meta["num_items"],
         has_time=meta["has_time"],
@@ -105,6 +109,10 @@ def open_store(directory: str) -> Store:
         first_time=meta["first_time"],
         last_time=meta["last_time"],
     )
+
+
+def _damaged(directory: str) -> DataError:
+    return DataError(f"store {directory!r} is damaged; delete it and prepare the data again")
 
 
 def build_store(read: Callable[[], Iterator[EventBatch]], directory: str, fingerprint: str, source: str = "") -> Store:
@@ -129,7 +137,7 @@ def build_in_place(build: Callable[[str], None], directory: str, fingerprint: st
     Raises:
         DataError: too little disk, a folder that can't be written, or what ``build`` raises.
     """
-    directory = os.path.abspath(directory)
+    directory = os.path.realpath(directory)
     try:
         store = open_store(directory)
         if store.fingerprint == fingerprint:
@@ -138,7 +146,7 @@ def build_in_place(build: Callable[[str], None], directory: str, fingerprint: st
     except DataError:
         if os.path.exists(directory):
             log.info("the store of %r is damaged or of another version: reading it again", source)
-    return _replace(build, directory, fingerprint, source, PLACE)
+    return _put(build, directory, fingerprint, source)
 
 
 def make_store(
@@ -148,24 +156,36 @@ def make_store(
     source: str,
     place: str,
     finish: Callable[[str], None],
+    replace: bool,
 ) -> Store:
-    """Builds the store of a source, in place of whatever store is there; see ``build_store``.
+    """Builds the store of a source; see ``build_store``.
 
     The fractions of a second are kept too, so that ``read_store`` gives what was read.
 
     Args:
         place: the setting that chose the folder, for messages.
         finish: is called with the complete store's temporary folder, and may add files or refuse it.
+        replace: in place of the store that is there; else none may be there, unless it is the same.
     """
 
     def build(work: str) -> None:
         _build(read, work, fingerprint, source, place, keep_fractions=True)
         finish(work)
 
-    return _replace(build, os.path.abspath(directory), fingerprint, source, place)
+    # of a link the folder, which the link goes on to name
+    return _put(build, os.path.realpath(directory), fingerprint, source, place, replace, keep_same=not replace)
 
 
-def _replace(build: Callable[[str], None], directory: str, fingerprint: str, source: str, place: str) -> Store:
+def _put(
+    build: Callable[[str], None],
+    directory: str,
+    fingerprint: str,
+    source: str,
+    place: str = PLACE,
+    replace: bool = True,
+    keep_same: bool = True,
+) -> Store:
+    """Has a store built and puts it in place; ``keep_same``: unless the same one is there by then."""
     parent, name = os.path.split(directory)
     try:
         os.makedirs(parent, exist_ok=True)
@@ -178,7 +198,8 @@ def _replace(build: Callable[[str], None], directory: str, fingerprint: str, sou
     try:
         with unfinished(work):
             build(work)
-            put_in_place(work, directory, lambda: open_store(directory).fingerprint == fingerprint)
+            same = lambda: keep_same and open_store(directory).fingerprint == fingerprint  # noqa: E731
+            put_in_place(work, directory, same, replace)
     except OSError as error:
         raise DataError(
             f"the store of {source!r} can't be written to {parent!r} ({error.strerror or error}); "
@@ -196,8 +217,14 @@ def read_store(store: Store) -> Iterator[EventBatch]:
     """
     fractions, ticks = None, 1
     path = os.path.join(store.directory, FRACTIONS)
-    if os.path.exists(path):
-        fractions, ticks = np.load(path, mmap_mode="r"), read_meta(store.directory)["ticks"]
+    try:
+        meta = read_meta(store.directory)
+        if meta.get("fractions", os.path.exists(path)):
+            fractions, ticks = open_array(path, np.int32, store.num_events), meta["ticks"]
+            if ticks not in TICKS.values():
+                raise ValueError(f"{ticks} ticks")
+    except (OSError, KeyError, ValueError) as error:
+        raise _damaged(store.directory) from error
     for first, last in user_chunks(store.offsets, _READ_EVENTS):
         bounds = store.offsets[first : last + 1]
         user = np.repeat(np.arange(first, last), np.diff(bounds))
@@ -213,12 +240,6 @@ def read_store(store: Store) -> Iterator[EventBatch]:
                 part.stop / store.num_events,
                 ticks,
             )
-
-
-def read_meta(directory: str) -> dict[str, Any]:
-    """What ``meta.json`` of a store says, beside the fields of ``Store``: source, ticks, ties and duplicates."""
-    with open(os.path.join(directory, "meta.json")) as file:
-        return json.load(file)
 
 
 def _build(
@@ -262,7 +283,8 @@ def _build(
     for array in (item_map, time_map, fractions):
         if array is not None:
             array.flush()
-    if fractions is not None and not fractions.any():
+    has_fractions = fractions is not None and bool(fractions.any())
+    if fractions is not None and not has_fractions:
         os.remove(os.path.join(work, FRACTIONS))
     meta = {
         "version": VERSION,
@@ -274,15 +296,10 @@ def _build(
         "has_time": has_time,
         "vocabulary": vocabulary_fingerprint(item_ids),
         "ticks": ticks,
+        "fractions": has_fractions,
         **found._asdict(),
     }
     write_meta(work, meta)
-
-
-def write_meta(work: str, meta: dict[str, Any]) -> None:
-    """Writes what ``open_store`` says of a store beside its arrays."""
-    with open(os.path.join(work, "meta.json"), "w") as file:
-        json.dump(meta, file, indent=1)
 
 
 def _scatter(
@@ -295,13 +312,12 @@ def _scatter(
     source: str,
 ) -> None:
     """Writes each event to the next free place of its user: file order is kept."""
-    changed = DataError(f"{source!r} changed while it was read; wait until it is complete and start again")
     cursor = offsets[:-1].copy()
     for batch in watched(read(), "reading events (2 of 2)"):
         user, item = encode_user(batch.user), encode_item(batch.item)
         n = len(user)
         if n and (user.min() < 0 or item.min() < 0):
-            raise changed
+            raise changed(source)
         # Sorting (user, row) as one number is several times faster than a stable argsort.
         order = np.sort((user.astype(np.int64) << 32) | np.arange(n, dtype=np.int64))
         user, order = order >> 32, order & 0xFFFFFFFF
@@ -309,7 +325,7 @@ def _scatter(
         lengths = np.diff(np.r_[starts, n])
         owners = user[starts]
         if np.any(cursor[owners] + lengths > offsets[owners + 1]):
-            raise changed
+            raise changed(source)
         place = np.repeat(cursor[owners] - starts, lengths) + np.arange(n)
         cursor[owners] += lengths
         items[place] = item[order]
@@ -318,7 +334,7 @@ def _scatter(
         else:
             timestamps[place] = batch.timestamp.to_numpy(zero_copy_only=False)[order]
     if not np.array_equal(cursor, offsets[1:]):
-        raise changed
+        raise changed(source)
 
 
 def user_chunks(offsets: np.ndarray, events: int) -> Iterator[tuple[int, int]]:

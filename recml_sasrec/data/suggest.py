@@ -209,7 +209,7 @@ def read(directory: str) -> dict[str, Any]:
     try:
         with open(path) as file:
             return {name: field["value"] for name, field in json.load(file)["fields"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
             f"{directory!r} has no {FILE}; write it with python -m recml_sasrec.prepare --input FILE "
             f"--output {directory}"

@@ -30,6 +30,8 @@ def natural(column: pa.Array, name: str, path: str) -> pa.Array:
     if is_text(column.type):
         column = _parse_times(column.cast(pa.large_string()), name, path)  # Arrow's text functions know no views
     kind = column.type
+    if pa.types.is_float16(kind):  # of which Arrow finds no least and greatest
+        return column.cast(pa.float32())
     if pa.types.is_date(kind):
         return column.cast(pa.timestamp("s"))
     if pa.types.is_timestamp(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
@@ -63,9 +65,9 @@ def as_ticks(column: pa.Array, name: str, path: str, unit: str = "s", least: int
         if high > INT64_MAX // scale:
             _overflow(high, name, path)
         if low < 0:
+            what = f"date {date_of(low // TICKS[kind.unit])}" if pa.types.is_timestamp(kind) else f"negative time {low}"
             raise DataError(
-                f"column {name!r} of {path!r} holds the negative time {low}; times must be 0 or more (none before "
-                "1970): shift them"
+                f"column {name!r} of {path!r} holds the {what}; times must be 0 or more (none before 1970): shift them"
             )
     column = column.cast(pa.int64())
     return (pc.multiply(column, scale) if scale > 1 else column), ticks
@@ -94,8 +96,11 @@ def _float_ticks(column: pa.Array, name: str, path: str, unit: str, least: int) 
     return pa.array(result), ticks
 
 
-def recognise_unit(low: float, high: float, name: str, path: str) -> str:
+def recognise_unit(low: float, high: float, name: str, path: str, usual: str = "") -> str:
     """The unit of plain numbers in [low, high], which are all of a log's times; "" if they can be no dates.
+
+    Args:
+        usual: the unit that was named for the files before it; taken where the numbers don't tell theirs.
 
     Raises:
         DataError: they may be of several units, or of none.
@@ -105,7 +110,14 @@ def recognise_unit(low: float, high: float, name: str, path: str) -> str:
             _overflow(bound, name, path)
     for unit, ticks in TICKS.items():
         if YEAR_1980 * ticks <= low and high < YEAR_2100 * ticks:
+            if usual and usual != unit:
+                raise DataError(
+                    f"column {name!r} of {path!r} holds {NAMES[unit]} ({low:,} to {high:,}) but --time-unit {usual} "
+                    f"was given for the files before it; say --time-unit {unit} or --time-unit {usual}"
+                )
             return unit
+    if usual:
+        return usual
     if _is_day(low) and _is_day(high):
         raise DataError(
             f"column {name!r} of {path!r} holds numbers like {int(low)}, which look like days written YYYYMMDD; "

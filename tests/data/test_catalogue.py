@@ -130,6 +130,9 @@ def test_content_is_read_once_and_again_when_the_file_has_changed(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(catalogue, "_write_content", None)  # would raise if called
         assert content_of(store, config.data).tolist() == [[1], [0], [0], [2]]
+    (kept,) = (name for name in os.listdir(store.directory) if "content" in name)
+    os.truncate(os.path.join(store.directory, kept), 130)  # damaged: read again
+    assert content_of(store, config.data).tolist() == [[1], [0], [0], [2]]
     written(path, [3, 50, 9], vector=[[5.0, 1], [2.0, 1], [7, 1]])
     assert content_of(store, config.data).tolist() == [[5, 1], [0, 0], [7, 1], [2, 1]]
     assert len([name for name in os.listdir(store.directory) if "content" in name]) == 1
