@@ -83,7 +83,8 @@ def _import(path: str, digest: str, output: str, asked: Asked, append: bool, rep
         again = [entry for entry in inputs if entry["digest"] == digest]
         if again:
             raise DataError(
-                f"{output!r} already holds the events of {path!r} (added as {again[0]['name']!r}); leave out --append"
+                f"{output!r} already holds the events of {path!r} (added as {again[0]['name']!r}); there is nothing to "
+                "do"
             )
         first = Asked(**inputs[0]["asked"])
         first, usual = first._replace(time_unit=""), first.time_unit
@@ -98,10 +99,14 @@ def _import(path: str, digest: str, output: str, asked: Asked, append: bool, rep
         _check_ours(output)
     elif old is not None and not append and not replace:
         raise DataError(
-            f"--output {output!r} holds another store, of {os.path.basename(read_meta(output)['source'])!r}; use "
-            "another folder, --replace to write over it, or --append to add to it"
+            f"--output {output!r} holds another store, of {_names(output)}; use another folder, --replace to write "
+            "over it, or --append to add to it"
         )
-    report = []
+    suggested: dict[str, Any] = {}
+    if append:
+        with contextlib.suppress(ConfigError):
+            suggested = suggest.read(output)
+    report: list[str] = []
 
     def finish(work: str) -> None:
         if append and open_store(output).fingerprint != before:
@@ -109,8 +114,9 @@ def _import(path: str, digest: str, output: str, asked: Asked, append: bool, rep
         if _digest(path) != digest:
             raise changed(path)
         store = open_store(work)
-        fields = suggest.write(work, suggest.facts_of(store))
-        report.append(_report(source, integers, store, old if append else None, fields, output))
+        fields = suggest.write(work, suggest.facts_of(store), suggested)
+        lines = _report(source, integers, store, old if append else None, fields, output)
+        report.append("\n".join(lines + _changes(suggested, fields)))
         entry = {"name": os.path.basename(path), "digest": digest, "asked": asked._asdict()}
         with open(os.path.join(work, FILE), "w") as file:
             json.dump({"inputs": [*inputs, entry], "report": report[0]}, file, indent=1)
@@ -228,6 +234,14 @@ def _read_inputs(output: str) -> dict[str, Any]:
     raise DataError(f"{output!r} was not made by prepare --input ({FILE} is missing or damaged); use another folder")
 
 
+def _names(output: str) -> str:
+    """The files that a store was made of."""
+    try:
+        return ", ".join(repr(entry["name"]) for entry in _read_inputs(output)["inputs"])
+    except DataError:
+        return repr(os.path.basename(read_meta(output)["source"]))
+
+
 def _digest(path: str) -> str:
     try:
         with open(path, "rb") as file:
@@ -307,7 +321,7 @@ def _report(
     old: Store | None,
     fields: dict[str, suggest.Suggested],
     output: str,
-) -> str:
+) -> list[str]:
     found, meta = source.found, read_meta(store.directory)
     columns = ", ".join(
         f"{name} {column!r}" for name, column in zip(("user", "item", "time"), source.layout.columns, strict=False)
@@ -344,8 +358,14 @@ def _report(
     ]
     if old is not None:
         lines.append("go on from a run on the store before: with --config.init.from_run=RUN and another --workdir")
-    return "\n".join(lines)
+    return lines
+
+
+def _changes(before: dict[str, Any], fields: dict[str, suggest.Suggested]) -> list[str]:
+    """What is suggested otherwise than before events were added."""
+    changed = [name for name in fields if name in before and _text(before[name]) != _text(fields[name].value)]
+    return [f"changed: {name} {_text(before[name])} to {_text(fields[name].value)}" for name in changed]
 
 
 def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

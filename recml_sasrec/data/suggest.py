@@ -6,7 +6,9 @@ events and more follows Yambda's published settings and is not tuned.
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,12 +104,18 @@ def last_interval(first: int, last: int) -> tuple[int, int]:
     return last + 1 - length, length
 
 
-def suggest(facts: Facts) -> dict[str, Suggested]:
-    """Fields of the config by dotted name; those left out keep their defaults."""
+def suggest(facts: Facts, before: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Suggested]:
+    """Fields of the config by dotted name; those left out keep their defaults.
+
+    Args:
+        before: values that were suggested for the store before events were added. Its model, inputs, targets and
+            kind of split stay: a run that goes on from another one needs the same model, and another kind of split
+            would validate on events that the other run was trained on.
+    """
     large = facts.events >= 10_000_000
     long = facts.median >= _MOST_LENGTH
     length = next((n for n in (50, 100) if facts.ninety <= n), _MOST_LENGTH)
-    length = 256 if long else length
+    length = before.get("data.length", 256 if long else length)
     overlap = facts.ninety > length and facts.events < 1_000_000
     sparse = facts.mean < 20
     fields = {
@@ -127,6 +135,8 @@ def suggest(facts: Facts) -> dict[str, Suggested]:
         "data.position_order": Suggested("newest_first", "positions counted from the newest event did better"),
     }
     temporal = facts.late_inputs > 0 and facts.late_users >= max(100, facts.users / 10)
+    if "split.kind" in before:
+        temporal = facts.late_inputs > 0 and before["split.kind"] == "temporal"
     fields |= _split(facts, temporal)
     fields |= {
         "model.width": Suggested(128 if large else 64, f"{facts.events:,} events; 128 from 10,000,000 on"),
@@ -138,7 +148,9 @@ def suggest(facts: Facts) -> dict[str, Suggested]:
             f"{facts.mean:,} events a user: .5 below 20, .3 from there, .2 where half of the users have {_MOST_LENGTH}",
         ),
     }
-    return fields | _training(facts, length, facts.late_inputs if temporal else facts.inputs, large)
+    fields |= _training(facts, length, facts.late_inputs if temporal else facts.inputs, large)
+    kept = [name for name in fields if name in before and name.startswith(("model.", "data.", "split.kind"))]
+    return fields | {name: Suggested(before[name], "as before events were added") for name in kept}
 
 
 def _split(facts: Facts, temporal: bool) -> dict[str, Suggested]:
@@ -190,9 +202,9 @@ def _training(facts: Facts, length: int, inputs: int, large: bool) -> dict[str, 
     }
 
 
-def write(directory: str, facts: Facts) -> dict[str, Suggested]:
-    """Writes ``suggestion.json`` to a store's folder and returns what it suggests."""
-    fields = suggest(facts)
+def write(directory: str, facts: Facts, before: Mapping[str, Any]) -> dict[str, Suggested]:
+    """Writes ``suggestion.json`` to a store's folder and returns what it suggests; see ``suggest``."""
+    fields = suggest(facts, before)
     tree = {"facts": asdict(facts), "fields": {name: field._asdict() for name, field in fields.items()}}
     with open(os.path.join(directory, FILE), "w") as file:
         json.dump(tree, file, indent=1)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recml_sasrec import prepare
-from recml_sasrec.data import events
+from recml_sasrec.data import events, suggest
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.folders import restore
 from recml_sasrec.data.importing import Asked, import_log
@@ -249,8 +249,27 @@ def test_appending_gives_the_store_of_the_whole_file(tmp_path, text):
     metas = [json.loads((tmp_path / name / "meta.json").read_text()) for name in ("whole", "shop")]
     for name in ("ties", "duplicates", "first_time", "last_time"):
         assert metas[0][name] == metas[1][name]
-    with pytest.raises(DataError, match=r"already holds the events of .*new650.* leave out --append"):
+    with pytest.raises(DataError, match=r"already holds the events of .*new650.* there is nothing to do"):
         import_log(str(tmp_path / f"new650.{suffix}"), str(tmp_path / "shop"), append=True)
+
+
+def test_added_events_leave_the_model_and_the_kind_of_split_and_say_what_else_changes(tmp_path):
+    rows = [(f"u{u}", f"i{(u * 7 + n) % 50}", 1_600_000_000 + 86_400 * n) for u in range(150) for n in range(8)]
+    import_log(write_csv(tmp_path / "old.csv", rows), str(tmp_path / "shop"))
+    old = suggest.read(str(tmp_path / "shop"))
+    more = [(f"u{u}", f"i{n % 60}", 1_600_700_000 + 3_600 * n) for u in range(150) for n in range(60)]
+    path = write_csv(tmp_path / "day.csv", more)
+    report = import_log(path, str(tmp_path / "shop"), append=True)
+    new, alone = (
+        suggest.read(str(tmp_path / "shop")),
+        suggest.suggest(suggest.facts_of(open_store(str(tmp_path / "shop")))),
+    )
+    assert alone["data.length"].value > old["data.length"] == new["data.length"]
+    assert new["split.kind"] == old["split.kind"] and new["model.dropout"] == old["model.dropout"] == 0.5
+    assert alone["model.dropout"].value == 0.3
+    assert f"changed: train.steps {old['train.steps']} to {new['train.steps']}" in report
+    with pytest.raises(DataError, match=r"holds another store, of 'old\.csv', 'day\.csv'; use another folder"):
+        import_log(path, str(tmp_path / "shop"))
 
 
 def test_a_store_read_back_is_what_was_written(tmp_path):
