@@ -133,8 +133,8 @@ def restore_run(workdir: pathlib.Path, checkpoint: str, on_host: bool = False) -
 
 
 def is_exported(path: pathlib.Path) -> bool:
-    """Whether a folder looks like an exported model, complete or not."""
-    return any((path / name).exists() for name in (ENCODER, TENSORS, ITEMS))
+    """Whether a folder looks like an exported model, complete or not; a run may have files of these names beside it."""
+    return not (path / "checkpoints").is_dir() and any((path / name).exists() for name in (ENCODER, TENSORS, ITEMS))
 
 
 def is_from_export(folder: pathlib.Path) -> bool:

@@ -122,7 +122,7 @@ def test_a_file_is_downloaded_once_and_then_comes_from_the_cache_with_or_without
     answer = unreachable.fetch(DISLIKES)
     assert "http://127.0.0.1:9 can't be reached (ConnectError" in answer["error"]
     assert DISLIKES in answer["error"] and "give config.data.path a local copy" in answer["error"]
-    assert answer["seconds"] < 5
+    assert answer["seconds"] < 20
     answer = offline.fetch(DISLIKES)
     assert DISLIKES in answer["error"] and "HF_HUB_OFFLINE forbids" in answer["error"]
     assert not hub.requests
