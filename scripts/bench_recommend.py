@@ -73,7 +73,7 @@ def make_run(flags: argparse.Namespace) -> None:
     params["item_bias"] += jax.random.normal(jax.random.key(1), params["item_bias"].shape) / 100
     state = TrainState(jnp.zeros((), jnp.int32), params, {"none": jnp.zeros(())}, Metrics.zeros())
     with Checkpoints(flags.workdir, 1, config.evaluation.best_metric) as checkpoints:
-        checkpoints.save(0, state, {})
+        checkpoints.save(0, state, {"vocabulary": store.vocabulary})
 
 
 def raw_ids(items: int) -> np.ndarray:
