@@ -247,7 +247,7 @@ def about_of(
         "calling_convention": encoder.calling_convention_version,
         "jax": jax.__version__,
         "encoder_sha256": hashlib.sha256(encoder.mlir_module_serialized).hexdigest(),
-        "tensors": serving.described(tensors),
+        "tensors": {name: f"{array.dtype} {list(array.shape)}" for name, array in tensors.items()},
         "config": config,
     }
 

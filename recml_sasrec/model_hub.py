@@ -8,11 +8,12 @@ import pathlib
 import warnings
 from collections.abc import Iterator
 
+from recml_sasrec import serving
 from recml_sasrec.config import ConfigError
 from recml_sasrec.data.events import DataError
 
 SCHEME = "hf://"
-FILES = ("config.json", "encoder.stablehlo", "items.parquet", "model.safetensors")  # of an exported model, to serve it
+FILES = (serving.ABOUT, serving.ENCODER, serving.ITEMS, serving.TENSORS)  # of an exported model, to serve it
 
 
 def check_name(name: str, flag: str) -> None:
@@ -94,10 +95,7 @@ def _explained(error: BaseException) -> tuple[str, str]:
         return "the repository has no such revision", "name one of its branches, tags or commits"
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
-        if status in (
-            401,
-            403,
-        ):  # 401 also where there is no such repository, so as not to say which private ones exist
+        if status in (401, 403):  # also where there is no such repository, so as not to say which private ones exist
             token = "the token that is set gives no access" if get_token() else "no token is set"
             why = f"{constants.ENDPOINT} refuses it, {status}, {token}"
             return why, "check the name, run `hf auth login` or set HF_TOKEN to a token that may"

@@ -123,7 +123,6 @@ class Recommender:
         candidates = None if mask is None else jnp.asarray(mask)
         lists: list[list[tuple[RawId, float]]] = [[] for _ in seen]
         pending: tuple[np.ndarray, jax.Array, jax.Array] | None = None
-        bias = self._bias
         # who has an allow list is scored by it alone
         has_list = np.array([allowed_lists is not None and allowed_lists[user] is not None for user in able], bool)
         longest = max((len(items) for items in allowed_lists or () if items is not None), default=0)
@@ -139,10 +138,12 @@ class Recommender:
                 listed = [np.setdiff1d(items, drop) for items, drop in zip(own, dropped, strict=True)]
                 listed = listed if mask is None else [items[mask[items]] for items in listed]
                 padded = _padded(listed, rows)
-                scores, ids = top_k_listed_jit(hidden, self._table, padded, min(k, padded.shape[1]), bias=bias)
+                scores, ids = top_k_listed_jit(hidden, self._table, padded, min(k, padded.shape[1]), bias=self._bias)
             else:
                 exclude = _padded(dropped, rows) if filter_seen or blocked_lists else None
-                scores, ids = self._top_k(hidden, self._table, k, bias=bias, exclude=exclude, candidates=candidates)
+                scores, ids = self._top_k(
+                    hidden, self._table, k, bias=self._bias, exclude=exclude, candidates=candidates
+                )
             # the device ranks this batch while the host names the items of the one before
             if pending is not None:
                 self._name(lists, *pending)

@@ -274,11 +274,6 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in version.split(".")]
 
 
-def described(tensors: dict[str, np.ndarray]) -> dict[str, str]:
-    """Dtypes and shapes by name, as ``config.json`` has them."""
-    return {name: f"{array.dtype} {list(array.shape)}" for name, array in tensors.items()}
-
-
 def _read_encoder(folder: pathlib.Path, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> export.Exported:
     """The encoder: a function of its signature, whose StableHLO is then replaced by that of the file.
 
@@ -317,6 +312,6 @@ def _read_encoder(folder: pathlib.Path, about: dict[str, Any], tensors: dict[str
     )
     try:
         exported.mlir_module()
-    except Exception:
+    except Exception:  # MLIR's own, whatever a module of another version leads to
         raise ConfigError(too_old) from None
     return exported

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from measure import peaks_of  # beside this script
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 1 << 20  # of a row group
@@ -58,16 +59,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
     begin = time.perf_counter()
     words = [sys.executable, "-m", "recml_sasrec.prepare", *arguments]
     process = subprocess.Popen(words, env=environment, stdout=sys.stderr)
-    peaks = {"VmHWM": 0.0, "RssAnon": 0.0}
-    while process.poll() is None:
-        try:
-            lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:
-            break
-        for name, _, value in (line.partition(":") for line in lines):
-            if name in peaks:
-                peaks[name] = max(peaks[name], int(value.split()[0]) * 1024 / 1e9)
-        time.sleep(0.01)
+    peaks = peaks_of(process)
     if process.wait():
         sys.exit(process.returncode)
     return peaks | {"seconds": time.perf_counter() - begin}

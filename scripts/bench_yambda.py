@@ -20,6 +20,8 @@ import sys
 import time
 from typing import Any
 
+from measure import peaks_of  # beside this script
+
 from recml_sasrec.data import synthetic_sizes
 from recml_sasrec.data.synthetic_sizes import Size
 
@@ -62,16 +64,7 @@ def run_child(what: str, path: pathlib.Path, cache: pathlib.Path) -> dict[str, A
     begin = time.time()
     words = [sys.executable, __file__, "--child", what, str(path), str(cache)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
-    peaks = {"VmHWM": 0.0, "RssAnon": 0.0}
-    while process.poll() is None:
-        try:
-            lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:
-            break
-        for name, _, value in (line.partition(":") for line in lines):
-            if name in peaks:
-                peaks[name] = max(peaks[name], int(value.split()[0]) * 1024 / 1e9)
-        time.sleep(0.01)
+    peaks = peaks_of(process)
     output, _ = process.communicate()
     if process.returncode:
         sys.exit(process.returncode)

@@ -10,9 +10,10 @@ import hashlib
 import json
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from tests.local_server import running
 
 LARGE = 2_000
 TOKEN, READER = "hf_writer", "hf_reader"  # who may write, and who may only read
@@ -37,15 +38,8 @@ class Hub:
 def serve():
     """Yields (hub, its address)."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield hub, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(_Handler, hub=hub) as address:
+        yield hub, address
 
 
 class _Handler(BaseHTTPRequestHandler):

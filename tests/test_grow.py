@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from recml_sasrec import Recommender, grow, optim, trainer
 from recml_sasrec.checkpoint import CheckpointError
-from recml_sasrec.config import Config, ConfigError, SplitConfig
+from recml_sasrec.config import Config, ConfigError
 from recml_sasrec.data.events import DataError
 from recml_sasrec.data.loader import open_data
 from recml_sasrec.run import Run
@@ -345,30 +345,6 @@ def table_moments(state):
     leaves = jax.tree_util.tree_leaves_with_path(state)
     moments = {optim.moment_of(path): np.asarray(x, np.float32) for path, x in leaves}
     return {key: x for key, x in moments.items() if key[1] == ("item_table",) and key[0] != "old_rows"}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "words"),
-    [
-        ({}, {}, None),
-        ({"kind": "temporal"}, {}, "config.split.kind=leave_last, was temporal"),
-        ({}, {"test_last": 2}, "the last 3 events of a user are held out, were 2"),
-        ({"test_last": 2}, {}, None),
-        ({"kind": "temporal", "test_start": 90}, {"kind": "temporal", "test_start": 80}, "training ends at second 80"),
-        ({"kind": "temporal", "test_start": 90}, {"kind": "temporal", "test_start": 99}, None),
-        (
-            {"kind": "temporal", "test_start": 90},
-            {"kind": "temporal", "test_start": 99, "validation_length": 8, "gap": 1},
-            "training ends at second 89, was 90",
-        ),
-    ],
-)
-def test_a_base_that_knows_what_is_held_out_is_told(before, now, words):
-    base, config = Config(), Config()
-    base.split = SplitConfig(**{"kind": "leave_last", **before})
-    config.split = SplitConfig(**{"kind": "leave_last", **now})
-    warning = grow._leak(config, base)
-    assert warning is None if words is None else words in warning
 
 
 @pytest.mark.parametrize("rule", ["category", "content"])

@@ -9,8 +9,10 @@ import contextlib
 import hashlib
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
+
+from tests.local_server import running
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = re.compile(r"/datasets/yandex/yambda/resolve/([^/]+)/(.+)")
@@ -51,21 +53,8 @@ class Hub:
 def serve():
     """Yields (hub, its address)."""
     hub = Hub()
-    with _server(_Cdn, hub) as cdn, _server(_Hub, hub, cdn) as address:
+    with running(_Cdn, hub=hub) as cdn, running(_Hub, hub=hub, cdn=cdn) as address:
         yield hub, address
-
-
-@contextlib.contextmanager
-def _server(kind, hub, cdn=None):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type(kind.__name__, (kind,), {"hub": hub, "cdn": cdn}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
